@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small random-weight checkpoint of Qwen3_5MoeForCausalLM, its routed experts in Quark's MXFP4 (W4A4) form.
+
+The tensors carry the names of a published checkpoint, so they come in through SGLang's own loader: per-expert
+``gate_proj``, ``up_proj`` and ``down_proj`` as uint8 (two e2m1 values a byte, the even column in the low nibble) with
+one e8m0 byte per 32 columns, everything else bf16 (A_log float32).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+MX_BLOCK = 32
+"""Columns that share one e8m0 scale (OCP Microscaling, MXFP4)."""
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the eight e2m1 codes without their sign bit (OCP Microscaling, table of FP4 E2M1)."""
+
+
+@dataclass(frozen=True)
+class CheckpointShape:
+    """Sizes of a whole model (not of one rank), under the names that its config.json uses."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    full_attention_interval: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float = 1e-6
+
+    def layer_types(self) -> list[str]:
+        """``linear_attention`` but for every ``full_attention_interval``-th layer."""
+        every = self.full_attention_interval
+        return [
+            "full_attention" if (layer + 1) % every == 0 else "linear_attention"
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def hf_config(self) -> dict:
+        """The config.json of the checkpoint, quantization_config included."""
+        sizes = asdict(self)
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        }
+        return {
+            **sizes,
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            "layer_types": self.layer_types(),
+            "hidden_act": "silu",
+            "norm_topk_prob": True,
+            "attn_output_gate": True,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": rope,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "quantization_config": quark_config(),
+        }
+
+
+SMALL = CheckpointShape(
+    hidden_size=1024,
+    num_hidden_layers=4,
+    full_attention_interval=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=256,
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    vocab_size=512,
+)
+"""The model whose TP 1 and TP 2 shards are the ``small`` geometry of qwen38_a95b_mxfp4."""
+
+
+def quark_config() -> dict:
+    """``quantization_config`` as Quark exports it: MXFP4 weights and activations for the routed experts only."""
+    mxfp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": MX_BLOCK, "scale_format": "e8m0", "ch_axis": -1}
+    return {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "exclude": [
+            "lm_head",
+            "re:.*linear_attn.*",
+            "re:.*self_attn.*",
+            "re:.*mlp\\.gate$",
+            "re:.*shared_expert.*",
+            "re:.*conv1d$",
+        ],
+        "global_quant_config": {
+            "weight": {**mxfp4, "is_dynamic": False},
+            "input_tensors": {**mxfp4, "is_dynamic": True},
+            "output_tensors": None,
+            "bias": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+    }
+
+
+def quantise_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP4 codes and scales of a float matrix, as a quantiser writes them into a checkpoint.
+
+    ``weight`` is float32 ``[N, K]``, K a multiple of 32. Returns ``(packed, scale)``: uint8 ``[N, K/2]`` with the even
+    column in the low nibble, and uint8 ``[N, K/32]`` e8m0 codes. The scale puts the block's largest magnitude into
+    [3.5, 7): the exponent is rounded up where the mantissa is at least 1.75 (Quark's "even" rule).
+    """
+    rows, columns = weight.shape
+    if columns % MX_BLOCK:
+        raise ValueError(f"K={columns} is not a multiple of the MX block of {MX_BLOCK} columns")
+    blocks = weight.float().reshape(rows, columns // MX_BLOCK, MX_BLOCK)
+    amax_bits = blocks.abs().amax(-1).view(torch.int32)
+    exponent = ((amax_bits + 0x200000) >> 23) & 0xFF
+    code = (exponent - 2).clamp(1, 253)
+    scaled = torch.ldexp(blocks, (127 - code).unsqueeze(-1).float())
+    nibbles = e2m1_codes(scaled).reshape(rows, columns)
+    packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    return packed.to(torch.uint8), code.to(torch.uint8)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """The 4-bit e2m1 codes (uint8) of float32 values: round to nearest, ties to even, saturating at 6; sign kept."""
+    magnitude = values.abs()
+    # ties go to the even mantissa bit: the codes below and above a midpoint are consecutive, so to the even code
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    below = torch.bucketize(magnitude, midpoints, right=False)
+    at_or_below = torch.bucketize(magnitude, midpoints, right=True)
+    code = torch.where(below % 2 == 0, below, at_or_below)
+    return (code | (torch.signbit(values).to(code.dtype) << 3)).to(torch.uint8)
+
+
+class _Draw:
+    """Seeded normal draws, one stream in the order of the calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, sigma: float, mean: float = 0.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator) * sigma + mean
+
+    def linear(self, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        """``[rows, columns]`` so that a unit-variance input gives outputs of standard deviation ``gain``."""
+        return self.normal(rows, columns, sigma=gain * columns**-0.5)
+
+
+def tensors(shape: CheckpointShape, seed: int):
+    """Yield ``(name, tensor)`` of the whole checkpoint. Gains are chosen so that each part of a layer moves the logits."""
+    draw = _Draw(seed)
+    bf16 = torch.bfloat16
+    hidden = shape.hidden_size
+    key_dim = shape.linear_num_key_heads * shape.linear_key_head_dim
+    value_dim = shape.linear_num_value_heads * shape.linear_value_head_dim
+    conv_channels = 2 * key_dim + value_dim
+
+    yield "model.embed_tokens.weight", draw.normal(shape.vocab_size, hidden, sigma=1.0).to(bf16)
+    for layer, kind in enumerate(shape.layer_types()):
+        at = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}.{norm}.weight", draw.normal(hidden, sigma=0.1).to(bf16)
+        if kind == "linear_attention":
+            gdn = f"{at}.linear_attn"
+            yield f"{gdn}.in_proj_qkv.weight", draw.linear(conv_channels, hidden).to(bf16)
+            yield f"{gdn}.in_proj_z.weight", draw.linear(value_dim, hidden).to(bf16)
+            yield f"{gdn}.in_proj_b.weight", draw.linear(shape.linear_num_value_heads, hidden).to(bf16)
+            yield f"{gdn}.in_proj_a.weight", draw.linear(shape.linear_num_value_heads, hidden).to(bf16)
+            yield f"{gdn}.conv1d.weight", draw.normal(conv_channels, 1, shape.linear_conv_kernel_dim, sigma=0.5).to(bf16)
+            yield f"{gdn}.A_log", draw.normal(shape.linear_num_value_heads, sigma=0.5)
+            yield f"{gdn}.dt_bias", draw.normal(shape.linear_num_value_heads, sigma=0.5, mean=-1.0).to(bf16)
+            yield f"{gdn}.norm.weight", draw.normal(shape.linear_value_head_dim, sigma=0.1, mean=1.0).to(bf16)
+            yield f"{gdn}.out_proj.weight", draw.linear(hidden, value_dim, gain=1.5).to(bf16)
+        else:
+            attention = f"{at}.self_attn"
+            q_rows = shape.num_attention_heads * shape.head_dim * 2  # the query and its output gate
+            kv_rows = shape.num_key_value_heads * shape.head_dim
+            yield f"{attention}.q_proj.weight", draw.linear(q_rows, hidden).to(bf16)
+            yield f"{attention}.k_proj.weight", draw.linear(kv_rows, hidden).to(bf16)
+            yield f"{attention}.v_proj.weight", draw.linear(kv_rows, hidden, gain=2.0).to(bf16)
+            yield f"{attention}.o_proj.weight", draw.linear(hidden, q_rows // 2, gain=1.5).to(bf16)
+            yield f"{attention}.q_norm.weight", draw.normal(shape.head_dim, sigma=0.1).to(bf16)
+            yield f"{attention}.k_norm.weight", draw.normal(shape.head_dim, sigma=0.1).to(bf16)
+        mlp = f"{at}.mlp"
+        yield f"{mlp}.gate.weight", draw.linear(shape.num_experts, hidden, gain=2.0).to(bf16)
+        yield f"{mlp}.shared_expert_gate.weight", draw.linear(1, hidden).to(bf16)
+        shared = shape.shared_expert_intermediate_size
+        yield f"{mlp}.shared_expert.gate_proj.weight", draw.linear(shared, hidden, gain=1.5).to(bf16)
+        yield f"{mlp}.shared_expert.up_proj.weight", draw.linear(shared, hidden).to(bf16)
+        yield f"{mlp}.shared_expert.down_proj.weight", draw.linear(hidden, shared, gain=1.5).to(bf16)
+        routed = shape.moe_intermediate_size
+        for expert in range(shape.num_experts):
+            for name, rows, columns, gain in (
+                ("gate_proj", routed, hidden, 1.5),
+                ("up_proj", routed, hidden, 1.0),
+                ("down_proj", hidden, routed, 2.0),
+            ):
+                packed, scale = quantise_mxfp4(draw.linear(rows, columns, gain))
+                yield f"{mlp}.experts.{expert}.{name}.weight", packed
+                yield f"{mlp}.experts.{expert}.{name}.weight_scale", scale
+    yield "model.norm.weight", draw.normal(hidden, sigma=0.1).to(bf16)
+    yield "lm_head.weight", draw.linear(shape.vocab_size, hidden, gain=3.0).to(bf16)
+
+
+def write(folder: Path, shape: CheckpointShape = SMALL, seed: int = 0) -> Path:
+    """Write config.json and model.safetensors into ``folder`` (made if missing); returns the folder."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=1) + "\n")
+    save_file({name: tensor.contiguous() for name, tensor in tensors(shape, seed)}, folder / "model.safetensors")
+    return folder
