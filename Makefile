@@ -29,11 +29,12 @@ help: ## list the targets
 venv: $(STAMP) ## make the virtual environment with the exact pins
 
 $(STAMP):
-	@[ -x $(RUN) ] || [ -n "$(PYTHON)" ] || { \
-	  echo "error: no Python >= 3.11 with venv and ensurepip was found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CC:-cc} >/dev/null || { \
-	  echo "error: no C compiler ($${CC:-cc}) was found; the simulator needs one: install gcc or clang, or name it: make CC=clang" >&2; exit 1; }
-	@[ -x $(RUN) ] || { echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	  echo "error: no C compiler ($${CC:-cc}) was found; the simulator needs one: install gcc or clang, or name it: CC=clang make ..." >&2; exit 1; }
+	@$(RUN) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || { \
+	  [ -n "$(PYTHON)" ] || { \
+	    echo "error: no Python >= 3.11 with venv and ensurepip was found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+	  echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "== installing the pinned packages (about 2 minutes the first time)"
 	@$(PIP) -r requirements/torch.txt
 	@$(PIP) --no-deps -r requirements/cpu.txt -r requirements/sglang.txt -r requirements/test.txt -r requirements/dev.txt
