@@ -127,13 +127,7 @@ def test_every_model_has_its_row_and_its_owner():
 
 
 def test_every_source_names_its_license():
-    files = [
-        p
-        for suffix in ("*.py", "*.c", "*.h")
-        for folder in ("sgl_amd_mono", "test", "benchmarks")
-        for p in (ROOT / folder).rglob(suffix)
-    ]
-    missing = [
-        str(p.relative_to(ROOT)) for p in files if "SPDX-License-Identifier: Apache-2.0" not in p.read_text()[:200]
-    ]
-    assert missing == []
+    folders, suffixes = ("sgl_amd_mono", "test", "benchmarks"), ("*.py", "*.c", "*.h")
+    files = [path for folder in folders for suffix in suffixes for path in (ROOT / folder).rglob(suffix)]
+    line = "SPDX-License-Identifier: Apache-2.0"
+    assert [str(p.relative_to(ROOT)) for p in files if line not in p.read_text()[:200]] == []
