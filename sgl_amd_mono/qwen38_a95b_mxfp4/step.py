@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The object that `SPEC.build` returns: it runs a routed decode step as K1 and K2 launches.
+
+One step of `w` rows, in order:
+
+1. embedding, by SGLang; the epoch is bumped once, on the device;
+2. a GDN layer: K1 (residual add, input norm, projections, conv, recurrence, gated norm) -> core, then SGLang's
+   prefix-cache tracking, then K2 (out_proj, all-reduce, norm, router, experts, all-reduce) -> hidden, residual;
+3. an attention layer: SGLang's input norm and attention up to o_proj -> core, then K2;
+4. final norm and logits, by SGLang, for every row, padded ones included.
+
+All kernels, buffers and argument lists are made once, at build. A step allocates nothing, reads nothing back and counts
+nothing on the host, so it can be captured in a graph. Pointers of weights and pools are read when a kernel is launched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_amd_mono.common import state
+from sgl_amd_mono.common.refusals import reason
+from sgl_amd_mono.common.runtime import Kernel, Runtime, RuntimeRequest
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer
+
+logger = logging.getLogger(__name__)
+
+#: Tag slots of K2 start here; those of K1 are the layer's index.
+K2_SLOT = 128
+
+#: A tag's low byte is slot + 1, and K2's slots end below 255: so many layers have a slot of their own.
+MAX_LAYERS = 255 - K2_SLOT
+
+RUN, WARM_UP = 1, 0  # the kernels' `mode` argument
+
+
+@dataclass(frozen=True)
+class LaunchEvent:
+    """What an observer of a launch sees.
+
+    Attributes:
+        kind: "k1" or "k2".
+        layer: index of the layer.
+        width: rows of the step.
+        args: ABI name -> tensor or int. Tensors are the live ones: copy what must outlast the launch.
+        view: the layer of SGLang's model.
+        forward_batch: the step's batch.
+    """
+
+    kind: str
+    layer: int
+    width: int
+    args: dict[str, Any]
+    view: state.GdnView | state.AttentionView = field(repr=False)
+    forward_batch: Any = field(repr=False)
+
+
+class BoundLaunch:
+    """A kernel at one layer and width: the arguments that never change are in place, the others are set by name."""
+
+    __slots__ = ("_args", "_places", "kernel", "layer", "names")
+
+    def __init__(self, kernel: Kernel, layer: int, names: Sequence[str], fixed: dict[str, Any]) -> None:
+        unknown = sorted(set(fixed) - set(names))
+        if unknown:
+            raise ValueError(f"{kernel}: its ABI has no argument {', '.join(unknown)}")
+        self.kernel, self.layer, self.names = kernel, layer, tuple(names)
+        self._places = {name: i for i, name in enumerate(self.names)}
+        self._args = [fixed.get(name) for name in self.names]
+
+    def with_args(self, **moving: Any) -> list[Any]:
+        """The full argument list, in ABI order."""
+        args = self._args.copy()
+        for name, value in moving.items():
+            args[self._places[name]] = value
+        return args
+
+
+@dataclass
+class WidthLaunches:
+    """Everything one width needs: the launches of each layer and the buffers between them.
+
+    Attributes:
+        k1: layer -> bound K1, GDN layers only.
+        k2: layer -> bound K2.
+        hidden: bf16 [w, H], K2's output.
+        residuals: two bf16 [w, H]: a launch reads one and writes the other.
+        core: bf16 [w, core width], K1's output.
+    """
+
+    k1: dict[int, BoundLaunch]
+    k2: dict[int, BoundLaunch]
+    hidden: torch.Tensor
+    residuals: tuple[torch.Tensor, torch.Tensor]
+    core: torch.Tensor
+
+    def other_residual(self, used: torch.Tensor | None) -> torch.Tensor:
+        """A residual buffer that is not `used`."""
+        first, second = self.residuals
+        return second if used is not None and used.data_ptr() == first.data_ptr() else first
+
+
+class Step:
+    """SGLang's `BuiltMonokernels`. Made by `build_step`.
+
+    Attributes:
+        geometry, runtime, view: what it was built from.
+        launches: kernel name -> built kernel, of every width.
+        steps: steps run here so far; steps that SGLang's own forward ran instead are in `passed_on`.
+        before_launch, observers: called with a LaunchEvent before and after each launch while not empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: state.ModelView,
+        original: Callable[..., Any],
+        geometry: Geometry,
+        runtime: Runtime,
+        widths: dict[int, WidthLaunches],
+        epoch: torch.Tensor,
+        pools: state.StatePools,
+    ) -> None:
+        self.view, self.geometry, self.runtime = view, geometry, runtime
+        self.before_launch: list[Callable[[LaunchEvent], None]] = []
+        self.observers: list[Callable[[LaunchEvent], None]] = []
+        self.steps = self.passed_on = 0
+        self.launches = {
+            str(bound.kernel): bound.kernel for at in widths.values() for bound in (*at.k1.values(), *at.k2.values())
+        }
+        self._original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
+
+    @torch.no_grad()
+    def forward(
+        self,
+        plan: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        pp_proxy_tensors: Any = None,
+        get_embedding: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Run a routed step; takes and returns what the model's own forward does.
+
+        A step that is not covered (given embeddings, pipeline input, embedding output, aux hidden states, another mode
+        than decode) runs SGLang's own forward. The choice depends on nothing that differs between ranks.
+
+        Raises:
+            StateLayoutError: at the first step, where a state pool does not fit.
+        """
+        at = self._widths.get(plan.key.rows) if plan.key.forward_mode == "decode" else None
+        extra = (input_embeds, pp_proxy_tensors, get_embedding, *more.values())
+        if at is None or not state.covers_call(self.view.model, extra):
+            self.passed_on += 1
+            return self._original(
+                input_ids,
+                positions,
+                forward_batch,
+                input_embeds=input_embeds,
+                pp_proxy_tensors=pp_proxy_tensors,
+                get_embedding=get_embedding,
+                **more,
+            )
+        self.steps += 1
+        model, rows = self.view.model, plan.key.rows
+        indices = self._pools.begin(rows)
+        positions = state.step_positions(model, positions, forward_batch)
+        hidden = state.run_embedding(model, input_ids)
+        residual: torch.Tensor | None = None
+        self._epoch.add_(1)
+        for view in self.view.layers:
+            if view.kind == "gdn":
+                core, residual = self._gdn_front(at, view, hidden, residual, indices, forward_batch)
+            else:
+                normed, residual = state.input_norm(view, hidden, residual)
+                core = state.attention_core(view, positions, normed, forward_batch)
+            hidden, residual = self._layer_tail(at, view, core, residual, indices, forward_batch)
+        return state.finish(model, input_ids, hidden, residual, forward_batch)
+
+    def _gdn_front(
+        self,
+        at: WidthLaunches,
+        view: state.GdnView,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        indices: torch.Tensor,
+        forward_batch: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K1 of one layer: (core, residual). Then the prefix cache's copies of the new states."""
+        pool, bound = self._pools[view.layer], at.k1[view.layer]
+        out = at.other_residual(residual)
+        conv, ssm = pool.conv, pool.ssm
+        args = bound.with_args(
+            hidden=hidden,
+            residual=0 if residual is None else residual,
+            residual_out=out,
+            state_index=indices,
+            conv_state=conv,
+            ssm_state=ssm,
+            conv_slot_stride=conv.stride(0),
+            conv_channel_stride=conv.stride(1),
+            conv_tap_stride=conv.stride(2),
+            ssm_slot_stride=ssm.stride(0),
+        )
+        self._launch("k1", bound, args, view, forward_batch)
+        self._pools.track(forward_batch, view.layer, indices)
+        return at.core, out
+
+    def _layer_tail(
+        self,
+        at: WidthLaunches,
+        view: state.GdnView | state.AttentionView,
+        core: torch.Tensor,
+        residual: torch.Tensor,
+        indices: torch.Tensor | None,
+        forward_batch: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K2 of one layer: (hidden, residual)."""
+        bound, out = at.k2[view.layer], at.other_residual(residual)
+        args = bound.with_args(core=core, residual=residual, residual_out=out, row_index=indices)
+        self._launch("k2", bound, args, view, forward_batch)
+        return at.hidden, out
+
+    def _launch(self, kind: str, bound: BoundLaunch, args: list[Any], view: Any, forward_batch: Any) -> None:
+        if not (self.before_launch or self.observers):
+            self.runtime.launch(bound.kernel, args)
+            return
+        rows = args[bound.names.index("residual_out")].shape[0]
+        event = LaunchEvent(kind, bound.layer, rows, dict(zip(bound.names, args)), view, forward_batch)
+        for observer in self.before_launch:
+            observer(event)
+        self.runtime.launch(bound.kernel, args)
+        for observer in self.observers:
+            observer(event)
+
+    def close(self) -> None:
+        """Release the peer memory and what the runtime holds."""
+        self.runtime.close()
+
+
+def build_step(
+    *,
+    model: torch.nn.Module,
+    hf_config: Any,
+    geometry: Geometry,
+    group: state.RankGroup,
+    runtime_factory: Callable[[RuntimeRequest], Runtime],
+    isa: str,
+    widths: Sequence[int],
+    deadline_s: float,
+    stop: bool,
+    name: str,
+) -> Step:
+    """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
+
+    No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
+
+    Raises:
+        RuntimeError: a phase failed on some rank, or the ranks would run different launches; raised on every rank, with
+            what each rank said.
+    """
+    view = state.read_model(model)
+    device = next(model.parameters()).device
+    ssm_dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[state.pool_dtypes(None, hf_config)[1]]
+    runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
+
+    # one K1 for a first layer without residual and one for the others, each only where the model has such a layer
+    firsts = sorted({view_.layer == 0 for view_ in view.layers if view_.kind == "gdn"})
+    keys: list[Any] = []
+    for width in widths:
+        keys += [gdn.GdnKey(geometry, width, first_layer=f, state_dtype=ssm_dtype, stop=stop) for f in firsts]
+        keys.append(layer.LayerKey(geometry, width, stop=stop))
+    kernels = agree(group, f"{name}: building the kernels", lambda: dict(zip(keys, runtime.build(keys))))
+    digest = hashlib.sha256(repr([(v.layer, v.kind) for v in view.layers] + keys).encode()).hexdigest()
+    digests = group.all_gather(digest)
+    if len(set(digests)) > 1:
+        found = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(digests))
+        fix = "install the same sgl-amd-mono and start every rank with the same arguments"
+        raise RuntimeError(reason(f"{name}: launch lists", found, "one list on all ranks", fix))
+
+    peers = agree(group, f"{name}: the peer buffer", lambda: runtime.peer_buffer(layer.peer_bytes(geometry), group))
+    epoch = runtime.zeros(4, "epoch").view(torch.int32)
+    shared = {
+        "epoch": epoch,
+        "peers": peers.table,
+        "rank": group.rank,
+        "deadline_ticks": runtime.deadline_ticks(float(deadline_s)),
+        "mode": RUN,
+    }
+
+    def bind(width: int) -> WidthLaunches:
+        def rows(columns: int, what: str) -> torch.Tensor:
+            size = torch.bfloat16.itemsize * width * columns
+            return runtime.zeros(size, f"{what}.w{width}")[:size].view(torch.bfloat16).view(width, columns)
+
+        at = WidthLaunches(
+            k1={},
+            k2={},
+            hidden=rows(geometry.hidden, "hidden"),
+            residuals=(rows(geometry.hidden, "residual.a"), rows(geometry.hidden, "residual.b")),
+            core=rows(geometry.core_width, "core"),
+        )
+        k2_kernel = kernels[layer.LayerKey(geometry, width, stop=stop)]
+        k1_scratch = runtime.zeros(gdn.scratch_bytes(geometry, width), f"k1.scratch.w{width}")
+        k2_scratch = runtime.zeros(layer.scratch_bytes(geometry, width), f"k2.scratch.w{width}")
+        for v in view.layers:
+            if v.kind == "gdn":
+                key = gdn.GdnKey(geometry, width, first_layer=v.layer == 0, state_dtype=ssm_dtype, stop=stop)
+                fixed = shared | _k1_weights(v) | {"layer_slot": v.layer, "scratch": k1_scratch, "core": at.core}
+                at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
+            fixed = shared | _k2_weights(v)
+            fixed |= {
+                "layer_slot": K2_SLOT + v.layer,
+                "scratch": k2_scratch,
+                "out": at.hidden,
+                "last": int(v is view.layers[-1]),
+            }
+            at.k2[v.layer] = BoundLaunch(k2_kernel, v.layer, [n for n, _ in layer.ABI], fixed)
+        return at
+
+    bound = agree(group, f"{name}: buffers", lambda: {width: bind(width) for width in widths})
+    agree(group, f"{name}: warm-up", lambda: _warm_up(runtime, bound, kernels))
+    pools = state.StatePools(view.gdn_layers, lambda _, found, slots: pool_reasons(found, geometry, ssm_dtype, slots))
+    return Step(
+        view=view,
+        original=model.forward,
+        geometry=geometry,
+        runtime=runtime,
+        widths=bound,
+        epoch=epoch,
+        pools=pools,
+    )
+
+
+def _k1_weights(view: state.GdnView) -> dict[str, Any]:
+    return {
+        "norm_w": view.input_norm,
+        "w_qkvz": view.qkvz,
+        "w_ba": view.ba,
+        "conv_w": view.conv,
+        "a_log": view.a_log,
+        "dt_bias": view.dt_bias,
+        "gnorm_w": view.gated_norm,
+    }
+
+
+def _k2_weights(view: state.GdnView | state.AttentionView) -> dict[str, Any]:
+    moe = view.moe
+    return {
+        "w_o": view.out,
+        "norm_w": view.post_norm,
+        "w_router": moe.router,
+        "w_sg": moe.shared_gate,
+        "w_sgu": moe.shared_gate_up,
+        "w_sd": moe.shared_down,
+        "w13": moe.w13,
+        "w13_scale": moe.w13_scale,
+        "w2": moe.w2,
+        "w2_scale": moe.w2_scale,
+    }
+
+
+def _warm_up(runtime: Runtime, widths: dict[int, WidthLaunches], kernels: dict[Any, Kernel]) -> None:
+    """Launch each kernel once in mode 0, in the same order on every rank: it returns at once and touches nothing."""
+    seen: set[int] = set()
+    for at in widths.values():
+        for bound in (*at.k1.values(), *at.k2.values()):
+            if id(bound.kernel) in seen:
+                continue
+            seen.add(id(bound.kernel))
+            args = bound.with_args(mode=WARM_UP)
+            runtime.launch(bound.kernel, [0 if value is None else value for value in args])
+    if len(seen) != len(set(map(id, kernels.values()))):
+        raise RuntimeError(f"{len(kernels)} kernels were built, {len(seen)} are launched")
+
+
+def agree(group: state.RankGroup, what: str, action: Callable[[], Any]) -> Any:
+    """Run `action` on every rank; raise on all of them if it failed on any.
+
+    A rank that failed still takes part in the exchange, so its peers never wait for it in a later collective.
+    """
+    value, error, text = None, None, ""
+    try:
+        value = action()
+    except Exception as caught:
+        error, text = caught, f"{type(caught).__name__}: {caught}"
+    failed = [f"rank {rank}: {said}" for rank, said in enumerate(group.all_gather(text)) if said]
+    if failed:
+        raise RuntimeError(f"{what} failed: " + "; ".join(failed)) from error
+    return value
+
+
+def pool_reasons(found: state.LayerState, g: Geometry, ssm_dtype: str, slots: int) -> list[str]:
+    """Why K1 cannot read a layer's state pools; empty where it can."""
+    no_flag = "start without --enable-amd-monokernel"
+    conv, ssm = found.conv, found.ssm
+    wrong = []
+    need_conv = (slots, g.conv_channels, g.conv_width - 1)
+    need_ssm = (slots, g.value_heads, g.head_dim, g.head_dim)
+    if conv.dtype is not torch.bfloat16:
+        wrong.append(reason("conv state", conv.dtype, "torch.bfloat16", "unset SGLANG_MAMBA_CONV_DTYPE"))
+    if tuple(conv.shape) != need_conv:
+        wrong.append(reason("conv state", f"shape {list(conv.shape)}", f"shape {list(need_conv)}", no_flag))
+    if ssm.dtype is not getattr(torch, ssm_dtype):
+        wrong.append(reason("SSM state", ssm.dtype, f"torch.{ssm_dtype}, as built", f"--mamba-ssm-dtype {ssm_dtype}"))
+    if tuple(ssm.shape) != need_ssm:
+        wrong.append(reason("SSM state", f"shape {list(ssm.shape)}", f"shape {list(need_ssm)}", no_flag))
+    elif not ssm[0].is_contiguous() or ssm.stride(0) % 4 or ssm.data_ptr() % 16:
+        found_text = f"strides {list(ssm.stride())}, address {ssm.data_ptr():#x}"
+        need = "dense slots that start at a multiple of 16 bytes"
+        wrong.append(reason("SSM state", found_text, need, no_flag))
+    return wrong
