@@ -52,7 +52,7 @@ __all__ = [
     "fma", "for_range", "if_", "if_else", "lane_id", "load", "load_uniform", "log2", "loop_while", "maximum",
     "mfma_bf16", "mfma_mxfp4", "minimum", "mxfp4_code", "mxfp4_pack8", "mxfp4_quantize32", "opaque", "opaque_uniform",
     "pack_bf16",
-    "rcp", "read_lane", "rsq", "select", "shift_right_logical", "sigmoid", "silu", "sleep", "softplus", "sqrt",
+    "rcp", "read_lane", "rsq", "schedule_barrier", "select", "shift_right_logical", "sigmoid", "silu", "sleep", "softplus", "sqrt",
     "store", "thread_id", "trunc", "uniform", "uniform64", "unsigned_divide", "vec", "vector_element", "vector_from",
     "wait_loads", "wait_lds", "wait_stores", "wave_id", "wave_max", "wave_sum", "wave_xor", "zext",
 ]
@@ -161,19 +161,27 @@ def opaque_uniform(value: fx.Int32) -> fx.Int32:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def address(base: fx.Int64, byte_offset: fx.Int32 | fx.Int64 | int = 0) -> Any:
-    """Global pointer at ``base + byte_offset`` (``Int32`` offsets are unsigned)."""
-    return fly.offset_pointer(fly.pointer(base), byte_offset)
+GLOBAL_IMMEDIATE = 4096  # offsets below it fit the instruction
 
 
-def load(base: fx.Int64, byte_offset: Any, like: Any, cache: Cache = PLAIN) -> Any:
-    """Load ``like`` (scalar class or ``vec``) naturally aligned from global memory.
+def address(base: fx.Int64, byte_offset: fx.Int32 | fx.Int64 | int = 0, constant: int = 0) -> Any:
+    """Global pointer at ``base + byte_offset + constant`` (``Int32`` offsets are unsigned).
+
+    What of ``constant`` fits the instruction's offset field goes there, so that neighbours share a base register.
+    """
+    near = constant % GLOBAL_IMMEDIATE
+    start = base if constant == near else base + fx.Int64(constant - near)
+    return fly.offset_pointer(fly.offset_pointer(fly.pointer(start), byte_offset), near)
+
+
+def load(base: fx.Int64, byte_offset: Any, like: Any, cache: Cache = PLAIN, constant: int = 0) -> Any:
+    """Load ``like`` (scalar class or ``vec``) naturally aligned from global memory at base + byte_offset + constant.
 
     AGENT and SYSTEM loads are relaxed atomics of at most 8 bytes (one access); 16-byte scoped loads go through
     ``Buffer``. A scoped load is never hoisted out of a loop or merged with another one.
     """
     size = size_of(like)
-    pointer = address(base, byte_offset)
+    pointer = address(base, byte_offset, constant)
     if cache in _LLVM_SCOPE:
         if size > ATOMIC_BYTES_MAX:
             raise ValueError(f"a {cache.name} load of {size} bytes is not one access; needed: <= 8, or Buffer.load")
@@ -190,11 +198,11 @@ def load_uniform(base: fx.Int64, byte_offset: Any, like: Any) -> Any:
     return fly.load(address(base, byte_offset), like, align=size_of(like), invariant=True)
 
 
-def store(value: Any, base: fx.Int64, byte_offset: Any, cache: Cache = PLAIN) -> None:
+def store(value: Any, base: fx.Int64, byte_offset: Any, cache: Cache = PLAIN, constant: int = 0) -> None:
     """Store a scalar or vector naturally aligned to global memory; scoped stores are relaxed atomics (<= 8 bytes)."""
     kind = fly.kind_of(value)
     size = size_of(kind)
-    pointer = address(base, byte_offset)
+    pointer = address(base, byte_offset, constant)
     if cache in _LLVM_SCOPE:
         if size > ATOMIC_BYTES_MAX:
             raise ValueError(f"a {cache.name} store of {size} bytes is not one access; needed: <= 8, or Buffer.store")
@@ -286,6 +294,11 @@ class LdsRegion:
         """Load ``like``, naturally aligned."""
         return fly.load(self._pointer(byte_offset), like, align=size_of(like))
 
+    def load_at(self, byte_offset: Any, constant: int, like: Any) -> Any:
+        """``load`` at ``byte_offset + constant``, with the constant in the instruction's offset field."""
+        pointer = fly.offset_pointer(fly.offset_pointer(self._base, byte_offset), self.start + constant)
+        return fly.load(pointer, like, align=size_of(like))
+
     def store(self, value: Any, byte_offset: Any) -> None:
         """Store a scalar or vector, naturally aligned."""
         fly.store(value, self._pointer(byte_offset), align=size_of(fly.kind_of(value)))
@@ -327,6 +340,11 @@ def wait_loads(outstanding: int) -> None:
 def wait_lds() -> None:
     """This wave's LDS operations are complete: ``s_waitcnt lgkmcnt(0)``."""
     fly.inline_asm("s_waitcnt lgkmcnt(0)", "~{memory}")
+
+
+def schedule_barrier() -> None:
+    """No instruction; the compiler's scheduler moves nothing across it (keeps loads in the order they were written)."""
+    intrinsic("llvm.amdgcn.sched.barrier", None, [I32(0)])
 
 
 def clock() -> fx.Int64:
