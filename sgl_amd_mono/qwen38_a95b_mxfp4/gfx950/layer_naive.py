@@ -121,8 +121,8 @@ def route(router_logits: torch.Tensor, top_k: int, live: torch.Tensor) -> tuple[
     The weights are the softmax over the k picks, which equals softmax over all experts and then renormalising. A NaN
     logit counts as -3e38.
     """
-    values = torch.nan_to_num(router_logits.double(), nan=LOWEST_LOGIT, posinf=None, neginf=None)
-    values = torch.where(router_logits.isnan(), torch.tensor(LOWEST_LOGIT, dtype=torch.float64), values)
+    lowest = torch.tensor(LOWEST_LOGIT, dtype=torch.float64)
+    values = torch.where(router_logits.isnan(), lowest, router_logits.double())
     picked, ids = torch.sort(values, dim=-1, descending=True, stable=True)
     picked, ids = picked[:, :top_k], ids[:, :top_k]
     weights = torch.exp(picked - picked[:, :1])
@@ -200,7 +200,7 @@ def layer_post(
     row_index: torch.Tensor,
     geometry: Geometry,
 ) -> LayerTrace:
-    """The whole launch over all ranks: `cores` and `weights` one a rank, `residual` bf16 [S, H], row_index int32 [S]."""
+    """The whole launch over all ranks: `cores` and `weights` one a rank, `residual` bf16 [S,H], row_index int32 [S]."""
     live = row_index > 0
     first = weights[0]
     ranks = [RankTrace(o_partial(core, w.w_o)) for core, w in zip(cores, weights, strict=True)]

@@ -1,0 +1,1220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K2, the layer tail: output projection, all-reduce, norm, router, experts, all-reduce, as one persistent launch.
+
+One workgroup of 512 threads on each CU, all resident, all ranks together; S = width rows. What a stage hands on:
+
+=============  ======================================================  ===================================  =========
+hand-off       value                                                   written by                           scope
+=============  ======================================================  ===================================  =========
+AR             bf16 pairs of the output projection's partials          every workgroup, to every rank       cross 1
+Z, MSQ         z rows in 24 bits; sums of squares, which are the flag  the H/128 workgroups of the norm     device 1
+RLOG           bf16 logits of two rows                                 a workgroup an expert, to all ranks  cross 2
+SHARED, GATE   shared expert's activation, its sigmoid gate            every workgroup; one workgroup       device
+INTER          routed intermediates: MXFP4 words and codes             a workgroup a (slot, 32 columns)     device 2
+FINAL          bf16 pairs of the rank's partial output                 every workgroup, to every rank       cross 3
+=============  ======================================================  ===================================  =========
+
+No route travels: every workgroup picks every row's experts from the logits. Nothing in a row's arithmetic depends on
+the width, on the other rows or on the slot that an expert gets: a row is one MFMA column, K is cut over the eight
+waves in the same way at every width, and each sum has one order (waves 0..7, ranks 0.., picks by rank of the logit).
+
+A pad row (`row_index` <= 0) joins no expert; its `residual_out` and `out` rows are written as zeros. Its core row may
+hold anything: a row is a column of its own in every product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from sgl_amd_mono.common.build import Abi, BuildKey
+from sgl_amd_mono.common.geometry import divide, require
+from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, PAIR_BYTES
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS, MFMA_K, MFMA_ROWS, MX_BLOCK, NORM_COLUMNS, Geometry
+
+ABI: Abi = (
+    ("core", "ptr"),  # bf16 [S, core]
+    ("residual", "ptr"),  # bf16 [S, H]
+    ("out", "ptr"),  # bf16 [S, H], written
+    ("residual_out", "ptr"),  # bf16 [S, H], written
+    ("w_o", "ptr"),  # bf16 [H, core]
+    ("norm_w", "ptr"),  # bf16 [H], applied as 1 + w
+    ("w_router", "ptr"),  # bf16 [E, H]; a rank reads its E/tp rows
+    ("w_sgu", "ptr"),  # bf16 [2 SI, H]: gate rows, then up rows
+    ("w_sg", "ptr"),  # bf16 [H]
+    ("w_sd", "ptr"),  # bf16 [H, SI]
+    ("w13", "ptr"),  # uint8 [E, 2 RI, H/2], shuffled (16, 16)
+    ("w13_scale", "ptr"),  # uint8 [E, 2 RI, H/32], shuffled
+    ("w2", "ptr"),  # uint8 [E, H, RI/2], shuffled (16, 16)
+    ("w2_scale", "ptr"),  # uint8 [E, H, RI/32], shuffled
+    ("row_index", "ptr"),  # int32 [>= S]; <= 0: pad row
+    ("scratch", "ptr"),  # scratch_bytes(geometry, width), zeroed once
+    ("peers", "ptr"),  # int64 [tp]: peer buffers of peer_bytes(geometry) as this rank sees them
+    ("epoch", "ptr"),  # int32 [1]
+    ("deadline_ticks", "i64"),  # 100 MHz ticks of one wait
+    ("rank", "i32"),
+    ("layer_slot", "i32"),  # 128 + layer
+    ("mode", "i32"),  # 0: return at once
+    ("last", "i32"),  # 1 in a step's last launch: the ranks exchange their failed bits
+)
+
+# Regions as fault records number them.
+AR, MSQ, RLOG, SHARED, GATE, INTER, FINAL, MARKS = range(8)
+REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS")
+WAITS = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL")  # what a launch waits for, in order
+CROSS_WAITS = ("AR", "RLOG", "FINAL")  # the waits on other ranks
+
+WAVES = 8
+LANES = 64
+THREADS = WAVES * LANES
+WORKGROUP_COLUMNS = 32  # hidden columns of one workgroup: two MFMA tiles, one MX block
+TILES = WORKGROUP_COLUMNS // MFMA_ROWS  # tiles of a workgroup's hidden columns
+UNIT_COLUMNS = 8 * LANES  # columns of a row that one wave holds as 8 a lane
+MX_STEP = 128  # columns of one scaled MFMA
+SCALE_STEP = 256  # columns that one shuffled scale word covers
+TILE_STEP_BYTES = 1024  # one 16-row, 128-column tile of a shuffled weight
+SCALE_STEP_BYTES = 256  # scale words of 32 rows and 256 columns
+ROUTE_WORDS = 16  # words of one row in the route tables
+NOT_PICKED = 0xF  # nibble of a row that did not pick a slot's expert
+INTER_WORDS = 4  # words of 8 e2m1 in one MX block
+INTER_PAIRS = INTER_WORDS + 1  # ... and its code
+LDS_PAD = 16  # bytes after an LDS row, so that rows start in different banks
+LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
+REGION_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named range of a buffer, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+def _spans(start: int, sizes: Mapping[str, int]) -> dict[str, Span]:
+    """Ranges one after another from `start`, each aligned to REGION_ALIGN bytes."""
+    spans, top = {}, start
+    for name, nbytes in sizes.items():
+        spans[name] = Span(top, nbytes)
+        top += -(-nbytes // REGION_ALIGN) * REGION_ALIGN
+    return spans
+
+
+def _end(spans: Mapping[str, Span]) -> int:
+    last = list(spans.values())[-1]
+    return last.offset + -(-last.nbytes // REGION_ALIGN) * REGION_ALIGN
+
+
+def _halves(geometry: Geometry) -> list[dict[str, Span]]:
+    """Regions of the two halves (by epoch parity) of a peer buffer, in the layout of MAX_ROWS rows at every width."""
+    rows = geometry.tp * MAX_ROWS * geometry.hidden // 2 * PAIR_BYTES
+    sizes = {"AR": rows, "RLOG": MAX_ROWS // 2 * geometry.experts * PAIR_BYTES, "FINAL": rows}
+    even = _spans(FAULT_BLOCK_BYTES, sizes)
+    return [even, _spans(_end(even), sizes)]
+
+
+def peer_bytes(geometry: Geometry) -> int:
+    """Bytes of each rank's peer buffer, fault block included; the same for every width."""
+    return _end(_halves(geometry)[1])
+
+
+def peer_regions(geometry: Geometry) -> dict[str, Span]:
+    """Named ranges of a peer buffer: AR, RLOG and FINAL, the second parity's with a suffix `.odd`."""
+    even, odd = _halves(geometry)
+    return even | {f"{name}.odd": span for name, span in odd.items()}
+
+
+def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
+    """Named ranges of the scratch buffer.
+
+    Mailboxes: MSQ [S][H/128], SHARED [ceil(S/2)][SI], GATE [S], INTER [S][top_k][RI/32][5], MARKS [blocks], all pairs.
+    Plain: Z_HIGH uint16 [S][H] and Z_LOW uint8 [S][H] (bits 31..16 and 15..8 of z), X bf16 [S][H], ROUTE int32 ids
+    [S][16], then f32 weights [S][16] (top_k of each are used); X and ROUTE are there for check mode and tests.
+    """
+    s, h = width, geometry.hidden
+    sizes = {
+        "MSQ": s * geometry.norm_partials * PAIR_BYTES,
+        "SHARED": -(-s // 2) * geometry.shared_intermediate * PAIR_BYTES,
+        "GATE": s * PAIR_BYTES,
+        "INTER": s * geometry.top_k * (geometry.moe_intermediate // MX_BLOCK) * INTER_PAIRS * PAIR_BYTES,
+        "MARKS": geometry.blocks * PAIR_BYTES,
+        "Z_HIGH": 2 * s * h,
+        "Z_LOW": s * h,
+        "X": 2 * s * h,
+        "ROUTE": 2 * s * ROUTE_WORDS * 4,
+    }
+    return _spans(0, sizes)
+
+
+def scratch_bytes(geometry: Geometry, width: int) -> int:
+    """Bytes of the scratch buffer of one width; zeroed once, never shared with another width or launch."""
+    return _end(scratch_regions(geometry, width))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Counts that the stages derive from a geometry and a width; refuses what does not divide."""
+
+    geometry: Geometry
+    width: int
+
+    def __post_init__(self) -> None:
+        g = self.geometry
+        require(1 <= self.width <= MAX_ROWS, f"width = {self.width}, K2 serves 1 .. {MAX_ROWS} rows")
+        require(
+            g.hidden == WORKGROUP_COLUMNS * g.blocks,
+            f"hidden = {g.hidden}, K2 needs {WORKGROUP_COLUMNS} columns x {g.blocks} workgroups = "
+            f"{WORKGROUP_COLUMNS * g.blocks}",
+        )
+        divide("core / (8 waves x 32 columns)", g.core_width, WAVES * MFMA_K)
+        units = divide("hidden / 512", g.hidden, UNIT_COLUMNS)
+        require(units % WAVES == 0 or WAVES % units == 0, f"hidden / 512 = {units}, must divide 8 waves or be divided")
+        divide("shared_intermediate / workgroups", g.shared_intermediate, g.blocks)
+        divide("shared columns of a workgroup / wave groups", self.shared_columns, self.wave_groups)
+        require(
+            self.shared_columns * self.row_pairs <= LANES,
+            f"{self.shared_columns} shared columns x {self.row_pairs} row pairs, one wave publishes at most {LANES}",
+        )
+        divide("shared_intermediate / (8 waves x 32)", g.shared_intermediate, WAVES * MFMA_K)
+        divide("moe_intermediate / 256", g.moe_intermediate, SCALE_STEP)
+        steps = divide("hidden / 128", g.hidden, MX_STEP)
+        per_wave = divide("128-column steps / 8 waves", steps, WAVES)
+        require(per_wave == 1 or per_wave % 4 == 0, f"{per_wave} 128-column steps a wave, must be 1 or a multiple of 4")
+        require(g.experts <= THREADS, f"experts = {g.experts}, at most {THREADS} (one thread each)")
+        require(g.experts % 2 == 0, f"experts = {g.experts}, must be even")
+        require(g.top_k < NOT_PICKED, f"top_k = {g.top_k}, must be below {NOT_PICKED} (a nibble)")
+        require(g.tp <= MAX_ROWS, f"tp = {g.tp}, at most {MAX_ROWS}")
+        require(g.norm_partials <= g.blocks, f"{g.norm_partials} norm workgroups > {g.blocks}")
+
+    # ---- norm and shared expert
+    @property
+    def row_pairs(self) -> int:
+        """Pairs of rows that share one 32-bit word."""
+        return -(-self.width // 2)
+
+    @cached_property
+    def units(self) -> int:
+        """512-column units of a hidden row."""
+        return self.geometry.hidden // UNIT_COLUMNS
+
+    @property
+    def unit_waves(self) -> int:
+        """Waves that together hold one hidden row."""
+        return min(self.units, WAVES)
+
+    @property
+    def wave_units(self) -> int:
+        """Units of a row that one wave holds."""
+        return max(1, self.units // WAVES)
+
+    @property
+    def wave_groups(self) -> int:
+        """Groups of waves, each holding the whole row, that share out the weight rows."""
+        return WAVES // self.unit_waves
+
+    @property
+    def shared_columns(self) -> int:
+        """Columns of the shared expert's intermediate that a workgroup computes."""
+        return self.geometry.shared_intermediate // self.geometry.blocks
+
+    @property
+    def shared_rows(self) -> int:
+        """Weight rows (gate and up) for them."""
+        return 2 * self.shared_columns
+
+    @property
+    def extra_rows(self) -> int:
+        """Most further rows of a workgroup: the rank's router rows and the shared gate's, from the last workgroup."""
+        return -(-(self.geometry.router_rows + 1) // self.geometry.blocks)
+
+    # ---- experts
+    @property
+    def slots(self) -> int:
+        """Most different experts of a step."""
+        return min(self.width * self.geometry.top_k, self.geometry.experts)
+
+    @property
+    def steps(self) -> int:
+        """128-column steps of hidden that one wave computes."""
+        return self.geometry.hidden // MX_STEP // WAVES
+
+    @property
+    def mx_blocks(self) -> int:
+        """MX blocks of a routed intermediate; also the tasks of a slot, 32 columns each."""
+        return self.geometry.moe_intermediate // MX_BLOCK
+
+    @property
+    def down_steps(self) -> int:
+        """128-column steps of a routed intermediate."""
+        return self.geometry.moe_intermediate // MX_STEP
+
+    @property
+    def shared_steps(self) -> int:
+        """32-column steps of the shared intermediate that one wave computes."""
+        return self.geometry.shared_intermediate // MFMA_K // WAVES
+
+    @property
+    def pollers(self) -> int:
+        """Waves kept free of expert weights to poll the intermediates: one a row while that leaves six."""
+        return self.width if self.width <= 2 else 0
+
+    @property
+    def workers(self) -> int:
+        """Waves that multiply w2."""
+        return WAVES - self.pollers
+
+    @property
+    def batch(self) -> int:
+        """Slots of w2 that a wave holds in flight."""
+        most = -(-self.slots // self.workers)
+        return min(most, 4 if self.down_steps <= 2 else 2)
+
+    @property
+    def batches(self) -> int:
+        """Most batches of a wave."""
+        return -(-self.slots // (self.workers * self.batch))
+
+
+@dataclass(frozen=True)
+class LayerKey(BuildKey):
+    """Build key of K2. `stop`: a lost wait raises a GPU fault (the server) instead of returning (the tests)."""
+
+    geometry: Geometry
+    width: int
+    stop: bool = True
+
+    model: ClassVar[str] = "qwen38_a95b"
+    launch: ClassVar[str] = "layer"
+    abi: ClassVar[Abi] = ABI
+
+    def __post_init__(self) -> None:
+        Plan(self.geometry, self.width)
+
+    @property
+    def grid(self) -> int:
+        return self.geometry.blocks
+
+    @property
+    def block(self) -> int:
+        return THREADS
+
+    def body(self) -> Callable[..., None]:
+        plan, stop = Plan(self.geometry, self.width), self.stop
+
+        def kernel(**arguments: Any) -> None:
+            _trace(plan, stop, arguments)
+
+        return kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernel. Below, `t` is a row of the step, `lane_row` = lane % 16 the MFMA row (of weights) and column (of the
+# step's rows) of a lane, `group` = lane / 16 its part of K.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Launch:
+    """What the stages share while one kernel is traced: arguments, indices, LDS, hand-offs."""
+
+    def __init__(self, plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
+        from sgl_amd_mono.common import device as d
+        from sgl_amd_mono.common.sync import Region, Sync
+
+        self.d, self.plan, self.g, self.a = d, plan, plan.geometry, arguments
+        self.s = plan.width
+        g, s = self.g, self.s
+        self.thread, self.lane, self.wave, self.block = d.thread_id(), d.lane_id(), d.wave_id(), d.block_id()
+        self.lane_row, self.group = self.lane & 15, self.lane >> 4
+        # Lanes of MFMA columns past the last row repeat the last row; what they compute is not stored.
+        self.lane_t = d.select(d.compare("ult", self.lane_row, d.I32(s)), self.lane_row, d.I32(s - 1))
+        self.in_rows = d.compare("ult", self.lane_row, d.I32(s))
+        self._allocate()
+        self.sync = Sync(
+            epoch=arguments["epoch"], slot=arguments["layer_slot"], peers=arguments["peers"], rank=arguments["rank"],
+            ranks=g.tp, deadline_ticks=arguments["deadline_ticks"], mode=arguments["mode"], dead=self.dead, stop=stop,
+        )  # fmt: skip
+        self.scratch = scratch_regions(g, s)
+
+        def mailbox(number: int) -> Region:
+            return Region(number, arguments["scratch"] + d.I64(self.scratch[REGION_NAMES[number]].offset))
+
+        self.msq, self.shared, self.gate = mailbox(MSQ), mailbox(SHARED), mailbox(GATE)
+        self.inter, self.marks = mailbox(INTER), mailbox(MARKS)
+        even, odd = _halves(g)
+        # The step's parity is bit 8 of the tag: a tag is 256 * epoch + slot + 1, slot + 1 < 256.
+        parity = d.zext((self.sync.tag >> 8) & 1, d.I64)
+        self.peer_offset = {
+            name: d.I64(even[name].offset) + parity * d.I64(odd[name].offset - even[name].offset) for name in even
+        }
+        self.ar, self.rlog, self.final = (
+            Region(n, self.sync.own_base + self.peer_offset[REGION_NAMES[n]], system=True) for n in (AR, RLOG, FINAL)
+        )
+
+    def _allocate(self) -> None:
+        """LDS of the launch; the union of what the stages hold, nothing overlaid but `partial`."""
+        d, p, g, s = self.d, self.plan, self.g, self.s
+        up_row = g.hidden // 2 + LDS_PAD
+        code_row = g.hidden // MX_BLOCK + LDS_PAD
+        sizes = {
+            "dead": 16,
+            "rstd": 4 * MAX_ROWS,
+            "gates": 4 * MAX_ROWS,
+            "masks": 8 * WAVES,
+            "ids": 4 * ROUTE_WORDS * s,
+            "weights": 4 * ROUTE_WORDS * s,
+            "table": 8 * p.slots,  # slot -> (expert, nibble t: the pick of row t, or NOT_PICKED)
+            "partial": WAVES * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of o_proj, then of the shared down
+            "dots": (p.shared_rows + p.extra_rows) * s * p.unit_waves * 4,
+            "x_words": s * up_row,  # x as MXFP4: words ...
+            "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
+            "up": WAVES * 2 * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of w13: gate tiles, then up tiles
+            "inter_words": s * g.top_k * p.mx_blocks * 16,
+            "inter_codes": s * g.top_k * p.mx_blocks * 4,
+            "activation": s * (2 * g.shared_intermediate + LDS_PAD),
+            "picks": s * g.top_k * WORKGROUP_COLUMNS * 4,  # weighted outputs of each (row, pick)
+        }
+        self.up_row, self.code_row = up_row, code_row
+        self.activation_row = 2 * g.shared_intermediate + LDS_PAD
+        lds = d.Lds(sum(-(-n // 16) * 16 for n in sizes.values()))
+        for name, nbytes in sizes.items():
+            setattr(self, name, lds.take(nbytes))
+
+    # ---- small things
+    def at(self, condition: Any) -> Any:
+        """`with k.at(condition):` a run-time branch."""
+        return self.d.if_(condition)
+
+    def below(self, value: Any, bound: Any) -> Any:
+        """value < bound, both non-negative Int32."""
+        return self.d.compare("ult", value, self.d.I32(bound))
+
+    def equal(self, a: Any, b: Any) -> Any:
+        """a == b for Int32."""
+        return self.d.compare("eq", a, self.d.I32(b))
+
+    def live(self, t: Any) -> Any:
+        """Row `t` (uniform) is no pad row."""
+        d = self.d
+        return d.compare("sgt", d.load_uniform(self.a["row_index"], t * 4, d.I32), d.I32(0))
+
+    def spread(self, count: int, body: Callable[[Any], None]) -> None:
+        """`body(i)` for i = 0 .. count - 1 over the workgroup's threads."""
+        for first in range(0, count, THREADS):
+            index = self.thread + first
+            if count - first >= THREADS:
+                body(index)
+            else:
+                with self.at(self.below(index, count)):
+                    body(index)
+
+    def push_pairs(self, region_name: str, region: Any, value: Callable[[Any, Any], Any]) -> None:
+        """Push a bf16 pair `value(t, pair)` of each row and column pair of this workgroup to every rank's region.
+
+        Item i = (destination rank, row, pair): the pairs of a row are adjacent stores.
+        """
+        d, s, g = self.d, self.s, self.g
+        pairs = WORKGROUP_COLUMNS // 2
+
+        def push(i: Any) -> None:
+            pair = i & (pairs - 1)
+            to, t = d.unsigned_divide(i >> (pairs.bit_length() - 1), s)
+            base = d.load(self.a["peers"], to * 8, d.I64) + self.peer_offset[region_name]
+            index = (self.a["rank"] * MAX_ROWS + t) * (g.hidden // 2) + self.block * pairs + pair
+            self.sync.put(region, index, value(t, pair), base=base)
+
+        self.spread(pairs * s * g.tp, push)
+
+    def sum_ranks(self, words: list[Any]) -> tuple[Any, Any]:
+        """f32 sums of bf16 pairs in rank order, the first taken as it is."""
+        d = self.d
+        low, high = d.f32_from_bf16_pair(words[0])
+        for word in words[1:]:
+            a, b = d.f32_from_bf16_pair(word)
+            low, high = low + a, high + b
+        return low, high
+
+    def sum_waves(self, region: Any, offset: Callable[[int], Any], count: int) -> Any:
+        """Sum of vec(F32, 2) over `count` waves in order 0 .. count - 1."""
+        d = self.d
+        total = region.load(offset(0), d.vec(d.F32, 2))
+        for w in range(1, count):
+            total = total + region.load(offset(w), d.vec(d.F32, 2))
+        return total
+
+
+def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
+    """The launch, stage by stage in the order in which a workgroup runs them."""
+    k = _Launch(plan, stop, arguments)
+    tiles = project(k)
+    rows = load_row_weights(k)
+    publish_projection(k, tiles)
+    norm(k)
+    await_norm(k)
+    normed_rows(k, rows)
+    down = load_shared_down(k)
+    route(k)
+    slots = unite(k)
+    routed_up(k, slots)
+    first = load_down(k, slots, 0)
+    gather(k)
+    routed_down(k, slots, first)
+    shared_down(k, down)
+    publish_output(k)
+    final_sum(k)
+    k.sync.step_end(arguments["last"], k.marks, plan.geometry.blocks)
+
+
+# ---- 1: output projection -------------------------------------------------------------------------------------------
+
+
+def project(k: _Launch) -> list[Any]:
+    """Output projection of 32 hidden columns a workgroup (all workgroups; waits for nothing).
+
+    Two 16-row tasks of w_o [H, C], K cut in eighths over the waves; f32 accumulators, not yet summed over the waves.
+    """
+    d, g = k.d, k.g
+    columns = g.core_width // WAVES
+    start = k.wave * columns + k.group * 8
+    words = d.vec(d.I32, 4)
+    core = [
+        d.load(k.a["core"], (k.lane_t * g.core_width + start) * 2 + 2 * MFMA_K * step, words)
+        for step in range(columns // MFMA_K)
+    ]
+    weights = []
+    for tile in range(TILES):
+        row = k.block * WORKGROUP_COLUMNS + tile * MFMA_ROWS + k.lane_row
+        offset = (row * g.core_width + start) * 2
+        weights.append([d.load(k.a["w_o"], offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
+    tiles = []
+    for tile in range(TILES):
+        acc = d.zero_acc()
+        for a, b in zip(weights[tile], core, strict=True):
+            acc = d.mfma_bf16(a, b, acc)
+        tiles.append(acc)
+    return tiles
+
+
+def publish_projection(k: _Launch, tiles: list[Any]) -> None:
+    """Sum the waves' eighths in order 0..7, round to bf16, push to AR of every rank (all workgroups)."""
+    d, s = k.d, k.s
+    _store_tiles(k, k.partial, tiles)
+    k.sync.leave_if_failed()
+    d.barrier()
+    k.push_pairs("AR", k.ar, lambda t, pair: d.pack_bf16(*_wave_pair(k, t, pair)))
+    _ = s
+
+
+def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
+    """This wave's accumulators to LDS f32 [wave][tile][t][16 rows]."""
+    d = k.d
+    with k.at(k.in_rows):
+        for i, acc in enumerate(tiles):
+            at = ((k.wave * len(tiles) + i) * k.s + k.lane_row) * (4 * MFMA_ROWS) + k.group * 16
+            region.store(acc, at)
+    _ = d
+
+
+def _wave_pair(k: _Launch, t: Any, pair: Any) -> tuple[Any, Any]:
+    """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial`."""
+    d = k.d
+    tile, row = pair >> 3, (pair & 7) * 2
+    at = (tile * k.s + t) * (4 * MFMA_ROWS) + row * 4
+    stride = TILES * k.s * 4 * MFMA_ROWS
+    total = k.sum_waves(k.partial, lambda w: at + w * stride, WAVES)
+    return d.vector_element(total, 0), d.vector_element(total, 1)
+
+
+# ---- 2: all-reduce, residual, norm ----------------------------------------------------------------------------------
+
+
+def norm(k: _Launch) -> None:
+    """Workgroups 0 .. H/128 - 1, wave t = row t, a lane two of the 128 columns. Waits for AR; publishes Z and MSQ.
+
+    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels in 24 bits (nearest
+    even), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after this
+    wave's stores of z have completed.
+    """
+    d, g, s = k.d, k.g, k.s
+    with k.at(k.below(k.block, g.norm_partials)), k.at(k.below(k.wave, s)):
+        t, column = k.wave, k.block * NORM_COLUMNS + k.lane * 2
+        residual = d.load(k.a["residual"], (t * g.hidden + column) * 2, d.I32)
+        live = k.live(t)
+        pair = k.block * (NORM_COLUMNS // 2) + k.lane
+        words = k.sync.poll([(k.ar, (r * MAX_ROWS + t) * (g.hidden // 2) + pair) for r in range(g.tp)])
+        reduced = d.f32_from_bf16_pair(d.pack_bf16(*k.sum_ranks(words)))
+        z = [a + b for a, b in zip(reduced, d.f32_from_bf16_pair(residual), strict=True)]
+        rounded = d.select(live, d.pack_bf16(*z), d.I32(0))
+        d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2)
+        bits = [_round_z(k, v) for v in z]
+        high = (bits[1] & I32_HIGH) | d.shift_right_logical(bits[0], d.I32(16))
+        low = (d.shift_right_logical(bits[0], d.I32(8)) & 0xFF) | (bits[1] & 0xFF00)
+        d.store(high, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z_HIGH"].offset, d.AGENT)
+        low = d.trunc(low, d.I16)
+        d.store(low, k.a["scratch"], t * g.hidden + column + k.scratch["Z_LOW"].offset, d.AGENT)
+        total = d.wave_sum(z[0] * z[0] + z[1] * z[1])
+        d.wait_stores()
+        with k.at(k.equal(k.lane, 0)):
+            k.sync.put(k.msq, t * g.norm_partials + k.block, total)
+
+
+I32_HIGH = -65536  # bits 31..16
+
+
+def _round_z(k: _Launch, value: Any) -> Any:
+    """Bits of an f32 rounded (nearest even) so that bits 31..8 hold it."""
+    d = k.d
+    bits = d.bitcast(value, d.I32)
+    return bits + (d.shift_right_logical(bits, d.I32(8)) & 1) + 0x7F
+
+
+@dataclass
+class _RowWeights:
+    """Weights of whole hidden rows in registers: [row][unit] of 8 bf16 a lane, and the norm's for the same columns."""
+
+    norm: list[Any]
+    shared: list[list[Any]]
+    extra: list[list[Any]]
+
+
+def load_row_weights(k: _Launch) -> _RowWeights:
+    """Issue the loads of the shared expert's gate and up rows and of this workgroup's router row (all workgroups).
+
+    A wave holds `wave_units` units of 512 columns of each of its rows, 8 columns a lane. Rows that a workgroup does
+    not have are read past the end of a buffer of no bytes: they request nothing and give zeros.
+    """
+    d, p, g = k.d, k.plan, k.g
+    words = d.vec(d.I32, 4)
+    columns = [_unit_column(k, j) for j in range(p.wave_units)]
+    norm_weights = [d.load(k.a["norm_w"], c * 2, words) for c in columns]
+    wave_group = k.wave >> (p.unit_waves.bit_length() - 1)
+    shared = []
+    for m in range(p.shared_rows // p.wave_groups):
+        row = m * p.wave_groups + wave_group  # gate rows first: shared_columns is a multiple of wave_groups
+        up = m * p.wave_groups >= p.shared_columns
+        base = k.block * p.shared_columns + (g.shared_intermediate - p.shared_columns if up else 0)
+        shared.append([d.load(k.a["w_sgu"], ((base + row) * g.hidden + c) * 2, words, d.NT) for c in columns])
+    extra = []
+    for i in range(p.extra_rows):
+        row = _extra_row(k, i)
+        mine = k.equal(wave_group, i % p.wave_groups) & d.compare("ule", row, d.I32(g.router_rows))
+        router_row = d.zext(k.a["rank"] * g.router_rows + row, d.I64) * d.I64(2 * g.hidden)
+        is_gate = k.equal(row, g.router_rows)
+        base = d.select(is_gate, k.a["w_sg"], k.a["w_router"] + router_row)
+        size = d.select(mine, d.I32(2 * g.hidden), d.I32(0))
+        buffer = d.Buffer(base, size)
+        extra.append([buffer.load(c * 2, words, d.NT) for c in columns])
+    return _RowWeights(norm_weights, shared, extra)
+
+
+def _unit_column(k: _Launch, j: int) -> Any:
+    """First of the 8 columns that this lane holds of the wave's unit j."""
+    p = k.plan
+    return ((k.wave & (p.unit_waves - 1)) + WAVES * j) * UNIT_COLUMNS + k.lane * 8
+
+
+def _extra_row(k: _Launch, i: int) -> Any:
+    """This workgroup's i-th further row: a router row of the rank, then the shared gate's, then none."""
+    return (k.g.blocks - 1 - k.block) + k.g.blocks * i
+
+
+def await_norm(k: _Launch) -> None:
+    """Wave 7 waits for MSQ of all rows and sums the partials (butterfly over the lanes): rstd to LDS (all workgroups).
+
+    rstd = v_rsq(sum / H + eps).
+    """
+    d, g, s = k.d, k.g, k.s
+    with k.at(k.equal(k.wave, WAVES - 1)):
+        has = k.below(k.lane, g.norm_partials)
+        partial = d.select(has, k.lane, d.I32(g.norm_partials - 1))
+        values = k.sync.poll([(k.msq, t * g.norm_partials + partial) for t in range(s)], [d.F32] * s)
+        for t, value in enumerate(values):
+            total = d.wave_sum(d.select(has, value, d.F32(0.0)))
+            k.rstd.store(d.rsq(total * d.F32(1.0 / g.hidden) + d.F32(g.eps)), 4 * t)
+    k.sync.barrier()
+    d.compiler_fence()
+
+
+# ---- 3: normed rows: router, shared expert up, MXFP4 ----------------------------------------------------------------
+
+
+def normed_rows(k: _Launch, rows: _RowWeights) -> None:
+    """Every workgroup forms x of every row in registers and uses it three times; waits for nothing more.
+
+    x = bf16((z * rstd) * (1 + w)). (1) dot products with this workgroup's weight rows: a lane's 8 columns of each unit
+    in order (fma), butterfly over the lanes, waves in order. (2) MXFP4 of x to LDS, RCEIL. (3) 32 columns of x to
+    scratch. Publishes RLOG (bf16 logits of two rows a word, to every rank), GATE (f32 sigmoid) and SHARED
+    (h = bf16(bf16(silu(bf16 g)) * bf16 u), two rows a word).
+    """
+    d, p, g, s = k.d, k.plan, k.g, k.s
+    z = d.Buffer(k.a["scratch"], scratch_bytes(g, s))
+    columns = [_unit_column(k, j) for j in range(p.wave_units)]
+    raw = [
+        [
+            (
+                z.load((t * g.hidden + c) * 2 + k.scratch["Z_HIGH"].offset, d.vec(d.I32, 4), d.AGENT),
+                z.load(t * g.hidden + c + k.scratch["Z_LOW"].offset, d.vec(d.I32, 2), d.AGENT),
+            )
+            for c in columns
+        ]
+        for t in range(s)
+    ]
+    scale = [[v + d.F32(1.0) for v in _unpack8(k, w)] for w in rows.norm]
+    weights = [[_unpack8(k, w) for w in row] for row in rows.shared + rows.extra]
+    sums: list[list[Any]] = [[] for _ in weights]
+    for t in range(s):
+        rstd = k.rstd.load(4 * t, d.F32)
+        x = []
+        for j, column in enumerate(columns):
+            words = _x_words(k, raw[t][j], rstd, scale[j])
+            x.append([v for word in words for v in d.f32_from_bf16_pair(word)])
+            _keep_x(k, t, column, words, x[j])
+        for row, weight in enumerate(weights):
+            acc = d.F32(0.0)
+            for values, factors in zip(x, weight, strict=True):
+                for v, f in zip(values, factors, strict=True):
+                    acc = d.fma(v, f, acc)
+            sums[row].append(d.wave_sum(acc))
+    _store_dots(k, sums, len(rows.shared))
+    d.barrier()
+    _publish_router(k)
+    _publish_shared(k)
+
+
+def _unpack8(k: _Launch, words: Any) -> list[Any]:
+    """Eight bf16 of four words as f32."""
+    return [v for i in range(4) for v in k.d.f32_from_bf16_pair(k.d.vector_element(words, i))]
+
+
+def _x_words(k: _Launch, raw: tuple[Any, Any], rstd: Any, scale: list[Any]) -> list[Any]:
+    """Four words of bf16 pairs: x of the lane's 8 columns from the two planes of z."""
+    d = k.d
+    high, low = raw
+    y = []
+    for e in range(8):
+        word = d.vector_element(high, e // 2)
+        top = (word << 16) if e % 2 == 0 else (word & I32_HIGH)
+        byte = d.shift_right_logical(d.vector_element(low, e // 4), d.I32(8 * (e % 4))) & 0xFF
+        y.append((d.bitcast(top | (byte << 8), d.F32) * rstd) * scale[e])
+    return [d.pack_bf16(y[2 * i], y[2 * i + 1]) for i in range(4)]
+
+
+def _keep_x(k: _Launch, t: int, column: Any, words: list[Any], values: list[Any]) -> None:
+    """MXFP4 of the lane's 8 columns to LDS (a block is four lanes); the workgroup's own 32 columns to scratch."""
+    d, p, g = k.d, k.plan, k.g
+    amax = d.F32(0.0)
+    for v in values:
+        amax = d.maximum(amax, d.intrinsic("llvm.fabs.f32", d.F32, [v]))
+    for distance in (1, 2):
+        amax = d.maximum(amax, d.wave_xor(amax, distance))
+    code = d.mxfp4_code(amax)
+    word = d.mxfp4_pack8(values, code)
+    block = column >> 5  # MX block of the row
+    with k.at(k.below(k.wave, p.unit_waves)):  # one group of waves keeps the row
+        k.x_words.store(word, t * k.up_row + (column >> 1))
+        with k.at(k.equal(k.lane & 3, 0)):
+            at = (block & 3) * (g.hidden // MX_STEP) + (block >> 2) + t * k.code_row
+            k.x_codes.store(d.trunc(code, d.I8), at)
+        with k.at(k.equal(block, k.block)):
+            at = (t * g.hidden + column) * 2 + k.scratch["X"].offset
+            d.store(d.vector_from(words), k.a["scratch"], at)
+
+
+def _store_dots(k: _Launch, sums: list[list[Any]], shared: int) -> None:
+    """Dot products of this wave to LDS f32 [row][t][unit wave]; rows: gates, ups, then the further ones."""
+    p, s = k.plan, k.s
+    unit_wave = k.wave & (p.unit_waves - 1)
+    wave_group = k.wave >> (p.unit_waves.bit_length() - 1)
+
+    def put(row: Any, values: list[Any]) -> None:
+        for t, value in enumerate(values):
+            k.dots.store(value, ((row * s + t) * p.unit_waves + unit_wave) * 4)
+
+    with k.at(k.equal(k.lane, 0)):
+        for m in range(shared):
+            put(wave_group + m * p.wave_groups, sums[m])
+        for i, values in enumerate(sums[shared:]):
+            with k.at(k.equal(wave_group, i % p.wave_groups)):
+                put(k.d.I32(p.shared_rows + i), values)
+
+
+def _dot(k: _Launch, row: Any, t: Any) -> Any:
+    """Dot product of weight row `row` with x of row t (clamped to the last): the waves' sums in order."""
+    d, p = k.d, k.plan
+    t = d.select(k.below(t, k.s), t, d.I32(k.s - 1))
+    total = None
+    for u in range(0, p.unit_waves, 2):
+        pair = k.dots.load(((row * k.s + t) * p.unit_waves + u) * 4, d.vec(d.F32, 2))
+        for i in range(2):
+            value = d.vector_element(pair, i)
+            total = value if total is None else total + value
+    return total
+
+
+def _two_rows(k: _Launch, row_pair: Any, value: Callable[[Any], Any]) -> Any:
+    """bf16 of value(t) for t = 2*row_pair and the next; zero for a row past the last."""
+    d = k.d
+    t = row_pair << 1
+    second = d.select(k.below(t + 1, k.s), value(t + 1), d.F32(0.0))
+    return d.pack_bf16(value(t), second)
+
+
+def _publish_router(k: _Launch) -> None:
+    """Wave 0: this workgroup's logits to RLOG [row pair][expert] of every rank; the shared gate to GATE."""
+    d, p, g = k.d, k.plan, k.g
+    with k.at(k.equal(k.wave, 0)):
+        for i in range(p.extra_rows):
+            row = _extra_row(k, i)
+            dot_row = d.I32(p.shared_rows + i)
+            with k.at(k.below(row, g.router_rows) & k.below(k.lane, p.row_pairs * g.tp)):
+                to, pair = d.unsigned_divide(k.lane, p.row_pairs)
+                word = _two_rows(k, pair, lambda t, r=dot_row: _dot(k, r, t))
+                base = d.load(k.a["peers"], to * 8, d.I64) + k.peer_offset["RLOG"]
+                index = pair * g.experts + k.a["rank"] * g.router_rows + row
+                k.sync.put(k.rlog, index, word, base=base)
+            with k.at(k.equal(row, g.router_rows) & k.below(k.lane, k.s)):
+                k.sync.put(k.gate, k.lane, d.sigmoid(_dot(k, dot_row, k.lane)))
+
+
+def _publish_shared(k: _Launch) -> None:
+    """Wave 1: the shared expert's activation of this workgroup's columns to SHARED [row pair][SI]."""
+    d, p, g = k.d, k.plan, k.g
+    with k.at(k.equal(k.wave, 1) & k.below(k.lane, p.row_pairs * p.shared_columns)):
+        pair, column = d.unsigned_divide(k.lane, p.shared_columns)
+
+        def activation(t: Any) -> Any:
+            gate, up = (d.bf16_round(_dot(k, column + i * p.shared_columns, t)) for i in range(2))
+            return d.bf16_round(d.silu(gate)) * up
+
+        index = pair * g.shared_intermediate + k.block * p.shared_columns + column
+        k.sync.put(k.shared, index, _two_rows(k, pair, activation))
+
+
+def load_shared_down(k: _Launch) -> list[list[Any]]:
+    """Issue the loads of w_sd for the workgroup's 32 columns: [tile][step], K cut in eighths over the waves."""
+    d, p, g = k.d, k.plan, k.g
+    start = k.wave * (p.shared_steps * MFMA_K) + k.group * 8
+    weights = []
+    for tile in range(TILES):
+        row = k.block * WORKGROUP_COLUMNS + tile * MFMA_ROWS + k.lane_row
+        offset = (row * g.shared_intermediate + start) * 2
+        weights.append(
+            [d.load(k.a["w_sd"], offset + 2 * MFMA_K * i, d.vec(d.I32, 4), d.NT) for i in range(p.shared_steps)]
+        )
+    return weights
+
+
+# ---- 4: routing -----------------------------------------------------------------------------------------------------
+
+
+def route(k: _Launch) -> None:
+    """Wave t routes row t (every workgroup, every row). Waits for RLOG; ids and weights to LDS.
+
+    Keys order the bf16 logits, the lower expert first on a tie; a NaN counts as -3e38. The top_k largest are taken one
+    after the other; weight k = exp2((l_k - l_0) * log2 e) over the sum in the order of k, in f32.
+    """
+    d, g, s = k.d, k.g, k.s
+    with k.at(k.below(k.wave, s)):
+        t = k.wave
+        live = k.live(t)
+        experts = [k.lane + LANES * i for i in range(-(-g.experts // LANES))]
+        inside = [k.below(e, g.experts) for e in experts]
+        clamped = [d.select(i, e, d.I32(g.experts - 1)) for e, i in zip(experts, inside, strict=True)]
+        words = k.sync.poll([(k.rlog, (t >> 1) * g.experts + e) for e in clamped])
+        keys = []
+        for word, e, ok in zip(words, experts, inside, strict=True):
+            bits = d.select(k.equal(t & 1, 0), word << 16, word & I32_HIGH)
+            keys.append(d.select(ok, _key(k, bits, e), d.I32(0)))
+        picked = d.I32(0)
+        for i in range(g.top_k):
+            best = _wave_umax(k, keys)
+            keys = [d.select(d.compare("eq", key, best), d.I32(0), key) for key in keys]
+            picked = d.select(k.equal(k.lane, i), best, picked)
+        ids = 0xFFFF - (picked & 0xFFFF)
+        logit = _logit(k, picked)
+        first = d.bitcast(d.read_lane(d.bitcast(logit, d.I32), 0), d.F32)
+        weight = d.exp(logit - first)
+        total = None
+        for i in range(g.top_k):
+            term = d.bitcast(d.read_lane(d.bitcast(weight, d.I32), i), d.F32)
+            total = term if total is None else total + term
+        weight = weight * d.rcp(total)
+        ids = d.select(live, ids, d.I32(-1))
+        weight = d.select(live, weight, d.F32(0.0))
+        with k.at(k.below(k.lane, ROUTE_WORDS)):
+            at = (t * ROUTE_WORDS + k.lane) * 4
+            k.ids.store(ids, at)
+            k.weights.store(weight, at)
+            with k.at(d.compare("eq", k.block, t)):
+                route_at = at + k.scratch["ROUTE"].offset
+                d.store(ids, k.a["scratch"], route_at)
+                d.store(weight, k.a["scratch"], route_at + s * ROUTE_WORDS * 4)
+    k.sync.barrier()
+
+
+def _key(k: _Launch, bits: Any, expert: Any) -> Any:
+    """Unsigned key: order-preserving 16 bits of the logit (f32 bits of a bf16), then 0xFFFF - expert."""
+    d = k.d
+    value = d.bitcast(bits, d.F32)
+    is_nan = d.compare("ugt", bits & 0x7FFFFFFF, d.I32(0x7F800000))
+    value = d.select(is_nan, d.F32(LOWEST_LOGIT), value) + d.F32(0.0)  # -0 counts as 0
+    bits = d.bitcast(value, d.I32)
+    flip = (bits >> 31) | d.I32(-(1 << 31))  # all bits of a negative value, the sign of another
+    return ((bits ^ flip) & I32_HIGH) | (0xFFFF - expert)
+
+
+def _logit(k: _Launch, key: Any) -> Any:
+    """The logit (f32) of a key."""
+    d = k.d
+    flip = ~(key >> 31) | d.I32(-(1 << 31))
+    return d.bitcast((key ^ flip) & I32_HIGH, d.F32)
+
+
+_ROW_BCAST_15, _ROW_BCAST_31, _ROW_HALF_MIRROR, _ROW_MIRROR = 0x142, 0x143, 0x141, 0x140
+
+
+def _wave_umax(k: _Launch, keys: list[Any]) -> Any:
+    """Largest key of the wave, uniform."""
+    d = k.d
+
+    def umax(a: Any, b: Any) -> Any:
+        return d.intrinsic("llvm.umax.i32", d.I32, [a, b])
+
+    best = keys[0]
+    for key in keys[1:]:
+        best = umax(best, key)
+    for distance in (1, 2):
+        best = umax(best, d.wave_xor(best, distance))
+    for control in (_ROW_HALF_MIRROR, _ROW_MIRROR):
+        best = umax(best, d.dpp(best, control))
+    best = umax(best, d.dpp(best, _ROW_BCAST_15, row_mask=0xA, bound_control=False))
+    best = umax(best, d.dpp(best, _ROW_BCAST_31, row_mask=0xC, bound_control=False))
+    return d.read_lane(best, LANES - 1)
+
+
+def unite(k: _Launch) -> Any:
+    """The union of the rows' experts in expert order: slot table to LDS; returns the number of slots (uniform).
+
+    Thread e stands for expert e: it collects which pick of each row is e, and a scan of the flags gives its slot.
+    """
+    d, g, s = k.d, k.g, k.s
+    nibbles = d.I32(-1)
+    for t in range(s):
+        for first in range(0, g.top_k, 4):
+            four = k.ids.load((t * ROUTE_WORDS + first) * 4, d.vec(d.I32, 4))
+            for i in range(first, min(first + 4, g.top_k)):
+                flip = ((NOT_PICKED ^ i) << (4 * t)) & 0xFFFFFFFF
+                flip = flip - (1 << 32) if flip >> 31 else flip
+                same = d.compare("eq", d.vector_element(four, i - first), k.thread)
+                nibbles = nibbles ^ d.select(same, d.I32(flip), d.I32(0))
+    member = d.compare("ne", nibbles, d.I32(-1))
+    mask = d.ballot(member)
+    with k.at(k.equal(k.lane, 0)):
+        k.masks.store(mask, k.wave * 8)
+    d.barrier()
+    before, total = d.I32(0), d.I32(0)
+    for w in range(-(-g.experts // LANES)):
+        count = d.trunc(d.intrinsic("llvm.ctpop.i64", d.I64, [d.uniform64(k.masks.load(8 * w, d.I64))]), d.I32)
+        before = before + d.select(d.compare("ugt", k.wave, d.I32(w)), count, d.I32(0))
+        total = total + count
+    low = d.trunc(mask, d.I32)
+    high = d.trunc(d.shift_right_logical(mask, d.I64(32)), d.I32)
+    rank = d.intrinsic("llvm.amdgcn.mbcnt.lo", d.I32, [low, before])
+    slot = d.intrinsic("llvm.amdgcn.mbcnt.hi", d.I32, [high, rank])
+    with k.at(member):
+        k.table.store(d.vector_from([k.thread, nibbles]), slot * 8)
+    d.barrier()
+    return d.uniform(total)
+
+
+def _slot_entry(k: _Launch, slot: Any) -> tuple[Any, Any]:
+    """(expert, nibbles) of a slot (uniform)."""
+    d = k.d
+    entry = k.table.load(slot * 8, d.vec(d.I32, 2))
+    return d.uniform(d.vector_element(entry, 0)), d.uniform(d.vector_element(entry, 1))
+
+
+def _pick_of(k: _Launch, nibbles: Any, t: Any) -> tuple[Any, Any]:
+    """(pick of row t, whether it picked the slot)."""
+    d = k.d
+    pick = d.shift_right_logical(nibbles, t * 4) & NOT_PICKED
+    return pick, d.compare("ne", pick, d.I32(NOT_PICKED))
+
+
+# ---- 5: routed experts, up ------------------------------------------------------------------------------------------
+
+
+def routed_up(k: _Launch, slots: Any) -> None:
+    """Tasks (slot, 32 intermediate columns), from the last workgroup on; waits for nothing more than the route.
+
+    Two gate and two up tiles of w13 [2 RI, H], K cut in eighths over the waves, scaled 16x16x128 MFMA on fp4; waves
+    summed in order; silu(g) * u in f32, quantised to MXFP4 (RCEIL) and put to INTER for the rows that picked the slot.
+    """
+    d, p, g = k.d, k.plan, k.g
+    tasks = slots * p.mx_blocks
+
+    def task(q: Any) -> None:
+        slot, block = d.unsigned_divide(q, p.mx_blocks)
+        expert, nibbles = _slot_entry(k, slot)
+        weights, scales = _load_up(k, expert, block)
+        tiles = _multiply_up(k, weights, scales)
+        _store_tiles(k, k.up, tiles)
+        d.barrier()
+        _publish_up(k, block, nibbles)
+        d.barrier()
+
+    d.for_range(g.blocks - 1 - k.block, tasks, g.blocks, [], lambda q: task(q))
+
+
+def _load_up(k: _Launch, expert: Any, block: Any) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Weights [tile][step] and scale words [gate or up][word] of 32 intermediate columns for this wave's steps."""
+    d, p, g = k.d, k.plan, k.g
+    rows, row_bytes = 2 * g.moe_intermediate, g.hidden // 2
+    weight_base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes)
+    start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * TILE_STEP_BYTES) + k.lane * 16
+    weights = []
+    for half in range(2):
+        for tile in range(TILES):
+            at = start + half * g.moe_intermediate * row_bytes + tile * MFMA_ROWS * row_bytes
+            weights.append(
+                [d.load(weight_base, at + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT) for i in range(p.steps)]
+            )
+    row_codes = g.hidden // MX_BLOCK
+    scale_base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes)
+    pairs = max(1, p.steps // 2)
+    first = (k.wave * p.steps >> 1) * SCALE_STEP_BYTES
+    start = block * (WORKGROUP_COLUMNS * row_codes) + first + k.lane * 4
+    scales = []
+    for half in range(2):
+        at = start + half * g.moe_intermediate * row_codes
+        words = [d.load(scale_base, at + i * SCALE_STEP_BYTES, d.I32, d.NT) for i in range(pairs)]
+        if p.steps == 1:  # two waves share a word: the odd one's codes are its upper half
+            words = [d.shift_right_logical(w, (k.wave & 1) * 16) for w in words]
+        scales.append(words)
+    return weights, scales
+
+
+def _multiply_up(k: _Launch, weights: list[list[Any]], scales: list[list[Any]]) -> list[Any]:
+    """Accumulators of the four tiles over this wave's steps, ascending."""
+    d, p, g = k.d, k.plan, k.g
+    code_at = k.lane_t * k.code_row + k.group * (g.hidden // MX_STEP) + k.wave * p.steps
+    if p.steps == 1:
+        codes = [d.zext(k.x_codes.load(code_at, d.I8), d.I32)]
+    else:
+        codes = [k.x_codes.load(code_at + 4 * i, d.I32) for i in range(p.steps // 4)]
+    accs = [d.zero_acc() for _ in weights]
+    for i in range(p.steps):
+        at = k.lane_t * k.up_row + (k.wave * p.steps + i) * (MX_STEP // 2) + k.group * 16
+        x = k.x_words.load(at, d.vec(d.I32, 4))
+        for tile in range(len(weights)):
+            half, byte = divmod(tile, TILES)
+            accs[tile] = d.mfma_mxfp4(
+                weights[tile][i], x, accs[tile], scales[half][i // 2], 2 * (i % 2) + byte, codes[i // 4], i % 4
+            )
+    return accs
+
+
+def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
+    """Thread (row, column): sum the waves, activate, quantise with the 31 neighbours, put five pairs a block."""
+    d, p, g, s = k.d, k.plan, k.g, k.s
+    with k.at(k.below(k.thread, WORKGROUP_COLUMNS * s)):
+        column, t = k.thread & (WORKGROUP_COLUMNS - 1), k.thread >> 5
+        stride = 2 * TILES * s * MFMA_ROWS * 4
+        halves = []
+        for half in range(2):
+            at = ((half * TILES + (column >> 4)) * s + t) * (4 * MFMA_ROWS) + (column & 15) * 4
+            total = k.up.load(at, d.F32)
+            for w in range(1, WAVES):
+                total = total + k.up.load(at + w * stride, d.F32)
+            halves.append(total)
+        value = d.silu(halves[0]) * halves[1]
+        amax = d.wave_max(d.intrinsic("llvm.fabs.f32", d.F32, [value]), MX_BLOCK)
+        code = d.mxfp4_code(amax)
+        zero = d.F32(0.0)
+        word = d.mxfp4_pack8([value, zero, zero, zero, zero, zero, zero, zero], code) & 0xF
+        word = word << ((column & 7) * 4)
+        for distance in (4, 2, 1):
+            word = word | d.wave_xor(word, distance)
+        pick, picked = _pick_of(k, nibbles, t)
+        is_code = k.equal(column, 1)  # lane 1 of the block carries the code, lanes 0, 8, 16, 24 the words
+        part = d.select(is_code, d.I32(INTER_WORDS), column >> 3)
+        with k.at(picked & (is_code | k.equal(column & 7, 0))):
+            index = ((t * g.top_k + pick) * p.mx_blocks + block) * INTER_PAIRS + part
+            k.sync.put(k.inter, index, d.select(is_code, code, word))
+
+
+# ---- 6: routed and shared experts, down -----------------------------------------------------------------------------
+
+
+def load_down(k: _Launch, slots: Any, batch: Any) -> list[Any]:
+    """Issue the loads of a batch of this wave's slots: w2 of 32 hidden columns and its scale words, flat.
+
+    Worker wave w has the slots w, w + workers, ... A slot past the last reads from a buffer of no bytes.
+    """
+    d, p, g = k.d, k.plan, k.g
+    row_bytes, row_codes = g.moe_intermediate // 2, g.moe_intermediate // MX_BLOCK
+    values = []
+    for i in range(p.batch):
+        slot = _down_slot(k, batch, i)
+        valid = d.compare("ult", slot, slots)
+        if p.pollers:
+            valid = valid & k.below(k.wave, p.workers)
+        slot = d.select(valid, slot, d.I32(0))
+        expert, _ = _slot_entry(k, slot)
+        expert = d.select(valid, expert, d.I32(0))
+        rows = k.block * WORKGROUP_COLUMNS
+        base = k.a["w2"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_bytes) + d.zext(rows * row_bytes, d.I64)
+        weights = d.Buffer(base, d.select(valid, d.I32(WORKGROUP_COLUMNS * row_bytes), d.I32(0)))
+        for tile in range(TILES):
+            for step in range(p.down_steps):
+                at = tile * MFMA_ROWS * row_bytes + step * TILE_STEP_BYTES
+                values.append(weights.load(k.lane * 16 + at, d.vec(d.I32, 4), d.NT))
+        base = k.a["w2_scale"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_codes) + d.zext(rows * row_codes, d.I64)
+        scales = d.Buffer(base, d.select(valid, d.I32(WORKGROUP_COLUMNS * row_codes), d.I32(0)))
+        for word in range(p.down_steps // 2):
+            values.append(scales.load(k.lane * 4 + word * SCALE_STEP_BYTES, d.I32, d.NT))
+    return values
+
+
+def _down_slot(k: _Launch, batch: Any, i: int) -> Any:
+    """Slot i of batch number `batch` of this wave."""
+    p = k.plan
+    return k.wave + p.workers * i + batch * (p.workers * p.batch)
+
+
+def gather(k: _Launch) -> None:
+    """Row t's waits and copies to LDS: SHARED and GATE, then INTER of the row's picks (every workgroup).
+
+    Wave 7 - t at widths 1 and 2, where that wave holds no weights; wave t otherwise.
+    """
+    d, p, g, s = k.d, k.plan, k.g, k.s
+    wave = (WAVES - 1 - k.wave) if p.pollers else k.wave
+    with k.at(k.below(wave, s)):
+        t = wave
+        batches = -(-g.shared_intermediate // LANES)
+        at = [k.lane + LANES * i for i in range(batches)]
+        pairs = [(k.shared, (t >> 1) * g.shared_intermediate + c) for c in at]
+        *words, gate = k.sync.poll([*pairs, (k.gate, t)], [d.I32] * batches + [d.F32])
+        for c, word in zip(at, words, strict=True):
+            value = d.select(k.equal(t & 1, 0), word, d.shift_right_logical(word, d.I32(16)))
+            k.activation.store(d.trunc(value, d.I16), t * k.activation_row + c * 2)
+        k.gates.store(gate, t * 4)
+        with k.at(k.live(t)):
+            count = g.top_k * p.mx_blocks * INTER_PAIRS
+            index = [k.lane + LANES * i for i in range(-(-count // LANES))]
+            index = [d.select(k.below(i, count), i, d.I32(count - 1)) for i in index]
+            words = k.sync.poll([(k.inter, t * count + i) for i in index])
+            for i, word in zip(index, words, strict=True):
+                block, part = d.unsigned_divide(i, INTER_PAIRS)
+                block = block + t * (g.top_k * p.mx_blocks)
+                is_code = k.equal(part, INTER_WORDS)
+                with k.at(is_code):
+                    k.inter_codes.store(word, block * 4)
+                with k.at(d.compare("ne", part, d.I32(INTER_WORDS))):
+                    k.inter_words.store(word, block * 16 + part * 4)
+    k.sync.barrier()
+
+
+def routed_down(k: _Launch, slots: Any, first: list[Any]) -> None:
+    """w2 of every slot times the rows' intermediates (all workgroups, 32 hidden columns; a slot is one wave's).
+
+    Each (row, pick) result is weighted in f32 and kept in LDS; nothing is summed here.
+    """
+    d, p = k.d, k.plan
+    if p.batches == 1:
+        _multiply_down(k, slots, d.I32(0), first)
+        return
+
+    def step(batch: Any, *held: Any) -> list[Any]:
+        following = load_down(k, slots, batch + 1)
+        _multiply_down(k, slots, batch, list(held))
+        return following
+
+    per_batch = p.workers * p.batch
+    count, _ = d.unsigned_divide(slots + (per_batch - 1), per_batch)
+    d.for_range(0, count, 1, first, step)
+
+
+def _multiply_down(k: _Launch, slots: Any, batch: Any, values: list[Any]) -> None:
+    """Multiply one batch of slots; `values` as `load_down` returns them."""
+    d, p, g = k.d, k.plan, k.g
+    per_slot = len(values) // p.batch
+    for i in range(p.batch):
+        held = values[i * per_slot : (i + 1) * per_slot]
+        weights, scales = held[: TILES * p.down_steps], held[TILES * p.down_steps :]
+        slot = _down_slot(k, batch, i)
+        valid = d.compare("ult", slot, slots)
+        if p.pollers:
+            valid = valid & k.below(k.wave, p.workers)
+        with k.at(valid):
+            _, nibbles = _slot_entry(k, slot)
+            pick, picked = _pick_of(k, nibbles, k.lane_t)
+            picked = picked & k.in_rows
+            row_pick = k.lane_t * g.top_k + d.select(picked, pick, d.I32(0))
+            accs = [d.zero_acc() for _ in range(TILES)]
+            for step in range(p.down_steps):
+                block = row_pick * p.mx_blocks + step * 4 + k.group
+                inter = k.inter_words.load(block * 16, d.vec(d.I32, 4))
+                code = k.inter_codes.load(block * 4, d.I32)
+                for tile in range(TILES):
+                    accs[tile] = d.mfma_mxfp4(
+                        weights[tile * p.down_steps + step], inter, accs[tile],
+                        scales[step // 2], 2 * (step % 2) + tile, code, 0,
+                    )  # fmt: skip
+            weight = k.weights.load((k.lane_t * ROUTE_WORDS + d.select(picked, pick, d.I32(0))) * 4, d.F32)
+            with k.at(picked):
+                for tile, acc in enumerate(accs):
+                    weighted = [d.vector_element(acc, e) * weight for e in range(4)]
+                    at = row_pick * (WORKGROUP_COLUMNS * 4) + tile * MFMA_ROWS * 4 + k.group * 16
+                    k.picks.store(d.vector_from(weighted), at)
+
+
+def shared_down(k: _Launch, weights: list[list[Any]]) -> None:
+    """w_sd times the shared activation, K cut in eighths over the waves; accumulators to LDS (all workgroups)."""
+    d, p = k.d, k.plan
+    tiles = [d.zero_acc() for _ in weights]
+    for i in range(p.shared_steps):
+        column = (k.wave * p.shared_steps + i) * MFMA_K + k.group * 8
+        h = k.activation.load(k.lane_t * k.activation_row + column * 2, d.vec(d.I32, 4))
+        tiles = [d.mfma_bf16(w[i], h, acc) for w, acc in zip(weights, tiles, strict=True)]
+    _store_tiles(k, k.partial, tiles)
+    d.barrier()
+
+
+def publish_output(k: _Launch) -> None:
+    """Combine and push to FINAL of every rank (all workgroups).
+
+    routed = bf16(f32 sum over the picks in order); shared = bf16(sum over the waves in order); the rank's partial is
+    bf16(routed + gate * shared), the gate in f32.
+    """
+    d, g = k.d, k.g
+
+    def value(t: Any, pair: Any) -> Any:
+        live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
+        at = t * (g.top_k * WORKGROUP_COLUMNS * 4) + pair * 8
+        routed = k.sum_waves(k.picks, lambda i: at + i * (WORKGROUP_COLUMNS * 4), g.top_k)
+        gate = k.gates.load(t * 4, d.F32)
+        parts = []
+        for e, shared in enumerate(_wave_pair(k, t, pair)):
+            total = d.select(live, d.bf16_round(d.vector_element(routed, e)), d.F32(0.0))
+            parts.append(d.fma(gate, d.bf16_round(shared), total))
+        return d.pack_bf16(*parts)
+
+    k.push_pairs("FINAL", k.final, value)
+
+
+# ---- 7: all-reduce --------------------------------------------------------------------------------------------------
+
+
+def final_sum(k: _Launch) -> None:
+    """Thread (row, column pair) of the workgroup's 32 columns waits for FINAL; f32 sum in rank order, bf16 to out."""
+    d, g, s = k.d, k.g, k.s
+    pairs = WORKGROUP_COLUMNS // 2
+    with k.at(k.below(k.thread, pairs * s)):
+        pair, t = k.thread & (pairs - 1), k.thread >> (pairs.bit_length() - 1)
+        index = k.block * pairs + pair
+        words = k.sync.poll([(k.final, (r * MAX_ROWS + t) * (g.hidden // 2) + index) for r in range(g.tp)])
+        live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
+        total = d.select(live, d.pack_bf16(*k.sum_ranks(words)), d.I32(0))
+        d.store(total, k.a["out"], (t * g.hidden) * 2 + index * 4)
