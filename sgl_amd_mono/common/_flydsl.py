@@ -119,6 +119,13 @@ def intrinsic(name: str, like: Any, args: Sequence[Any]) -> Any:
     return None if like is None else wrap(result, like)
 
 
+def intrinsic_pair(name: str, args: Sequence[Any]) -> tuple[Any, Any]:
+    """Call an LLVM intrinsic that returns ``{i32, i32}``."""
+    pair = llvm.call_intrinsic(ir.Type.parse("!llvm.struct<(i32, i32)>"), name, [raw(a) for a in args], [], [])
+    i32 = fx.Int32.ir_type
+    return fx.Int32(llvm.ExtractValueOp(i32, pair, [0]).result), fx.Int32(llvm.ExtractValueOp(i32, pair, [1]).result)
+
+
 def inline_asm(text: str, constraints: str, like: Any = None, args: Sequence[Any] = ()) -> Any:
     """Inline assembly with side effects."""
     result = llvm.inline_asm(
@@ -341,7 +348,7 @@ _compile_lock = threading.Lock()
 
 
 class _TracedKernel:
-    """Stands where FlyDSL expects its ``KernelFunction`` while a body is traced (``SharedAllocator`` registers here)."""
+    """Stands where FlyDSL expects its ``KernelFunction`` while a body is traced; ``SharedAllocator`` registers here."""
 
     def __init__(self) -> None:
         self.shared_allocator_of_mono = None

@@ -61,6 +61,17 @@ class BuildKey:
     model: ClassVar[str] = ""
     launch: ClassVar[str] = ""
     abi: ClassVar[Abi] = ()
+    slot_base: ClassVar[int] = 0  # first tag slot of this launch; its layer is added
+    region_names: ClassVar[tuple[str, ...]] = ()  # names of its mailbox regions, by Region.number
+    readonly: ClassVar[frozenset[str]] = frozenset()  # pointer arguments that the kernel never writes
+
+    def scratch_regions(self) -> dict[str, tuple[int, int]]:
+        """Name -> (byte offset, bytes) of the mailbox regions inside the argument ``scratch``."""
+        return {}
+
+    def peer_regions(self) -> dict[str, tuple[int, int]]:
+        """Name -> (byte offset, bytes) of the regions inside a peer buffer."""
+        return {}
 
     @property
     def grid(self) -> int:
@@ -174,7 +185,7 @@ class Artifact:
         for argument, value in zip(self.arguments, values, strict=True):
             low, high = -(1 << (8 * argument.size - 1)), 1 << (8 * argument.size)
             if not low <= value < high:
-                raise BuildError(f"{self.name}: argument '{argument.name}' = {value} does not fit {argument.size} bytes")
+                raise BuildError(f"{self.name}: '{argument.name}' = {value} does not fit {argument.size} bytes")
             raw = (value % high).to_bytes(argument.size, "little")
             block[argument.offset:argument.offset + argument.size] = raw
         return bytes(block)
@@ -258,8 +269,10 @@ def refuse_resources(artifact: Artifact) -> None:
 
 def resource_table(artifacts: Sequence[Artifact]) -> str:
     """One line a kernel: registers, spills, LDS, scratch, instructions, compile time."""
-    head = f"{'kernel':<56} {'VGPR':>4} {'AGPR':>4} {'SGPR':>4} {'vspill':>6} {'sspill':>6} {'LDS':>7} {'scratch':>7} " \
-           f"{'instr':>6} {'s':>5}"
+    head = (
+        f"{'kernel':<56} {'VGPR':>4} {'AGPR':>4} {'SGPR':>4} {'vspill':>6} {'sspill':>6} {'LDS':>7} {'scratch':>7} "
+        f"{'instr':>6} {'s':>5}"
+    )
     lines = [head]
     for a in artifacts:
         r = a.resources
@@ -293,7 +306,8 @@ def read_resources(isa: str) -> Resources:
     """Resources of the one kernel in ``isa``."""
     metadata = _metadata(isa)
     return Resources(
-        vgprs=_field(metadata, "vgpr_count"), agprs=_field(metadata, "agpr_count"), sgprs=_field(metadata, "sgpr_count"),
+        vgprs=_field(metadata, "vgpr_count"), agprs=_field(metadata, "agpr_count"),
+        sgprs=_field(metadata, "sgpr_count"),
         vgpr_spills=_field(metadata, "vgpr_spill_count"), sgpr_spills=_field(metadata, "sgpr_spill_count"),
         lds_bytes=_field(metadata, "group_segment_fixed_size"),
         scratch_bytes=_field(metadata, "private_segment_fixed_size"), instructions=len(instruction_lines(isa)),

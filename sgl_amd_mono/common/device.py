@@ -29,33 +29,19 @@ from typing import Any
 import flydsl.expr as fx
 
 from sgl_amd_mono.common import _flydsl as fly
-from sgl_amd_mono.common._flydsl import (
-    bitcast,
-    compare,
-    for_range,
-    if_,
-    if_else,
-    intrinsic,
-    loop_while,
-    select,
-    shift_right_logical,
-    trunc,
-    vector_element,
-    vector_from,
-    zext,
-)
-
-__all__ = [
-    "AGENT", "BF16", "F32", "I16", "I32", "I64", "I8", "NT", "PLAIN", "SYSTEM", "WAVE_LANES", "Buffer", "Cache", "Lds",
-    "address", "all_lanes", "ballot", "barrier", "bf16_bits", "bf16_round", "bf16_to_f32", "bitcast", "block_id",
-    "clock", "compare", "compiler_fence", "dpp", "end_program", "exp", "exp2", "f32_from_bf16_pair", "fault_at_zero",
-    "fma", "for_range", "if_", "if_else", "lane_id", "load", "load_uniform", "log2", "loop_while", "maximum",
-    "mfma_bf16", "mfma_mxfp4", "minimum", "mxfp4_code", "mxfp4_pack8", "mxfp4_quantize32", "opaque", "opaque_uniform",
-    "pack_bf16",
-    "rcp", "read_lane", "rsq", "schedule_barrier", "select", "shift_right_logical", "sigmoid", "silu", "sleep", "softplus", "sqrt",
-    "store", "thread_id", "trunc", "uniform", "uniform64", "unsigned_divide", "vec", "vector_element", "vector_from",
-    "wait_loads", "wait_lds", "wait_stores", "wave_id", "wave_max", "wave_sum", "wave_xor", "zext",
-]
+from sgl_amd_mono.common._flydsl import bitcast as bitcast
+from sgl_amd_mono.common._flydsl import compare as compare
+from sgl_amd_mono.common._flydsl import for_range as for_range
+from sgl_amd_mono.common._flydsl import if_ as if_
+from sgl_amd_mono.common._flydsl import if_else as if_else
+from sgl_amd_mono.common._flydsl import intrinsic as intrinsic
+from sgl_amd_mono.common._flydsl import loop_while as loop_while
+from sgl_amd_mono.common._flydsl import select as select
+from sgl_amd_mono.common._flydsl import shift_right_logical as shift_right_logical
+from sgl_amd_mono.common._flydsl import trunc as trunc
+from sgl_amd_mono.common._flydsl import vector_element as vector_element
+from sgl_amd_mono.common._flydsl import vector_from as vector_from
+from sgl_amd_mono.common._flydsl import zext as zext
 
 I8 = fx.Int8
 I16 = fx.Int16
@@ -379,7 +365,7 @@ def fault_at_zero() -> None:
 
 _QUAD_XOR = {1: 0b10_11_00_01, 2: 0b01_00_11_10}  # quad_perm selectors of lane ^ 1 and lane ^ 2
 _ROW_HALF_MIRROR, _ROW_MIRROR = 0x141, 0x140
-_SWIZZLE_XOR = {4: 0x101F, 8: 0x201F, 16: 0x401F}  # ds_swizzle bit mode: and 0x1f, or 0, xor n
+_SWIZZLE_XOR = {4: 0x101F, 8: 0x201F}  # ds_swizzle bit mode: and 0x1f, or 0, xor n
 
 
 def dpp(value: Any, control: int, *, row_mask: int = 0xF, bank_mask: int = 0xF, bound_control: bool = True) -> Any:
@@ -390,39 +376,64 @@ def dpp(value: Any, control: int, *, row_mask: int = 0xF, bank_mask: int = 0xF, 
     return bitcast(intrinsic("llvm.amdgcn.update.dpp.i32", I32, args), kind)
 
 
+def wave_halves(value: Any) -> tuple[Any, Any]:
+    """(32-bit value of lane l % 32, value of lane l % 32 + 32): ``v_permlane32_swap_b32``."""
+    return _swapped("llvm.amdgcn.permlane32.swap", value)
+
+
+def row_pairs(value: Any) -> tuple[Any, Any]:
+    """(value of this lane's place in the even row of its pair of 16-lane rows, ... in the odd row):
+    ``v_permlane16_swap_b32``."""
+    return _swapped("llvm.amdgcn.permlane16.swap", value)
+
+
+def _swapped(name: str, value: Any) -> tuple[Any, Any]:
+    kind = fly.kind_of(value)
+    bits = bitcast(value, I32)
+    low, high = fly.intrinsic_pair(name, [bits, bits, fx.Boolean(False), fx.Boolean(False)])
+    return bitcast(low, kind), bitcast(high, kind)
+
+
 def wave_xor(value: Any, distance: int) -> Any:
     """32-bit ``value`` of lane ``lane ^ distance`` (1, 2, 4, 8, 16 or 32)."""
     kind = fly.kind_of(value)
     if distance in _QUAD_XOR:
         return dpp(value, _QUAD_XOR[distance])
-    bits = bitcast(value, I32)
     if distance in _SWIZZLE_XOR:
-        return bitcast(intrinsic("llvm.amdgcn.ds.swizzle", I32, [bits, I32(_SWIZZLE_XOR[distance])]), kind)
-    if distance != 32:
+        control = I32(_SWIZZLE_XOR[distance])
+        return bitcast(intrinsic("llvm.amdgcn.ds.swizzle", I32, [bitcast(value, I32), control]), kind)
+    if distance not in (16, 32):
         raise ValueError(f"wave_xor distance {distance}; needed: 1, 2, 4, 8, 16 or 32")
-    other = (lane_id() ^ 32) << 2
-    return bitcast(intrinsic("llvm.amdgcn.ds.bpermute", I32, [other, bits]), kind)
+    low, high = wave_halves(value) if distance == 32 else row_pairs(value)
+    return select(compare("eq", lane_id() & distance, I32(0)), high, low)
+
+
+def _butterfly(value: Any, lanes: int, combine: Any) -> Any:
+    """Combine over aligned groups of ``lanes`` at distances 1, 2, 4, ...; every lane ends with the same bits.
+
+    At distances 4 and 8 the lanes of the smaller groups already agree, so mirroring the row reaches the same value as
+    an exclusive or; at 16 and 32 both operands come from one swap.
+    """
+    if lanes not in (2, 4, 8, 16, 32, 64):
+        raise ValueError(f"groups of {lanes} lanes; needed: 2, 4, 8, 16, 32 or 64")
+    for distance, control in ((1, _QUAD_XOR[1]), (2, _QUAD_XOR[2]), (4, _ROW_HALF_MIRROR), (8, _ROW_MIRROR)):
+        if distance < lanes:
+            value = combine(value, dpp(value, control))
+    if lanes >= 32:
+        value = combine(*row_pairs(value))
+    if lanes == 64:
+        value = combine(*wave_halves(value))
+    return value
 
 
 def wave_sum(value: fx.Float32, lanes: int = WAVE_LANES) -> fx.Float32:
-    """Butterfly sum over aligned groups of ``lanes``; every lane of a group gets the same bits.
-
-    Order: distances lanes/2, lanes/4, ..., 1, each step ``own + other`` (commutative, so both lanes agree).
-    """
-    distance = lanes // 2
-    while distance:
-        value = value + wave_xor(value, distance)
-        distance //= 2
-    return value
+    """Sum over aligned groups of ``lanes``, pairwise at distances 1, 2, 4, ..., lanes / 2; same bits in every lane."""
+    return _butterfly(value, lanes, lambda a, b: a + b)
 
 
 def wave_max(value: fx.Float32, lanes: int = WAVE_LANES) -> fx.Float32:
-    """Maximum over aligned groups of ``lanes`` (a NaN loses against a number)."""
-    distance = lanes // 2
-    while distance:
-        value = maximum(value, wave_xor(value, distance))
-        distance //= 2
-    return value
+    """Maximum over aligned groups of ``lanes`` (a number wins over NaN)."""
+    return _butterfly(value, lanes, maximum)
 
 
 # ---------------------------------------------------------------------------------------------------------------

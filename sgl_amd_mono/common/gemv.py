@@ -126,7 +126,7 @@ class Mxfp4Rows:
         return rows * (k // 2 + ROW_PAD_BYTES + LANE_GROUPS * cls._codes_per_group(k))
 
     def store_block(self, row: Any, block: Any, words: Sequence[Any], code: Any) -> None:
-        """Store block ``block`` (32 values: four words and a code) of ``row`` (both ``Int32`` or int, block < k / 32)."""
+        """Store block ``block`` (32 values: four words, a code) of ``row`` (both ``Int32`` or int)."""
         row, block = d.I32(row), d.I32(block)
         self.words.store(d.vector_from(list(words)), row * self.word_stride + block * LOAD_BYTES)
         step = d.shift_right_logical(block, d.I32(2))
@@ -283,7 +283,7 @@ class Mxfp4Task:
         ``weights``, ``scales``: ``Int64`` addresses of the expert's (matrix's) first byte, equal in all lanes of the
         wave; ``row_group``: uniform ``Int32``.
         """
-        require(steps % 2 == 0, f"an MXFP4 task part of {steps} steps: a scale word serves 2 steps, needed an even count")
+        require(steps % 2 == 0, f"an MXFP4 task part of {steps} steps; needed: an even count (a scale word serves 2)")
         lane = d.lane_id()
         row_group, first_step = d.I32(row_group), d.I32(first_step)
         start = weights + _product64(row_group, self.steps * MX_STEP_BYTES) + _product64(first_step, MX_STEP_BYTES)

@@ -184,7 +184,7 @@ class Sync:
 
     def _require_entered(self, what: str) -> None:
         if not self._entered:
-            raise RuntimeError(f"Sync.{what} before Sync.leave_if_failed(): the launch must look at the error word first")
+            raise RuntimeError(f"Sync.{what} before Sync.leave_if_failed(): look at the error word first")
 
     def check_error(self) -> None:
         """Re-read the own error word and end the wave when it is set: before state rows are written."""
