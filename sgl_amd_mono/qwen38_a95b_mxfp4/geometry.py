@@ -106,7 +106,7 @@ class Geometry(BaseGeometry):
             divide("32-column steps of a wave / slices of a left-over group", self.wave_steps, self.leftover_slices)
             require(
                 self.leftover_slices in (1, 2, 4, 8),
-                f"{self.blocks} workgroups / {left} left-over groups = {self.leftover_slices} slices, need 1, 2, 4 or 8",
+                f"{self.blocks} workgroups / {left} left-over groups = {self.leftover_slices} slices, need 1, 2, 4, 8",
             )
             first = self.whole_tasks * self.blocks * MFMA_ROWS
             require(
@@ -117,7 +117,15 @@ class Geometry(BaseGeometry):
             self.ba_groups * self.ba_slices <= self.blocks,
             f"{self.ba_groups} ba groups x {self.ba_slices} slices > {self.blocks} workgroups",
         )
+        require(
+            self.ba_slices in (2, 4, 8, 16),
+            f"hidden / 8 waves / 32 = {self.wave_steps} steps give {self.ba_slices} ba slices, need 2, 4, 8 or 16",
+        )
         divide("32-column steps of a wave / slices of a ba group", self.wave_steps, self.ba_slices)
+        readers = self.heads_per_key * self.units_per_head
+        require(
+            readers in (16, 32, 64, 128, 256), f"{readers} units read a key head's conv window, need a power of two"
+        )
         divide("waves of the grid / GDN units of a row", self.blocks * waves, self.gdn_units)
 
     # ---- shape of a launch

@@ -1,0 +1,1069 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1, the GDN front of one layer: norm, in_proj, conv update, gated delta rule, gated norm; two device hops.
+
+Launch: `geometry.blocks` workgroups of 512 threads (8 waves), one a CU, all resident. Stages in launch order:
+
+=================  =====================  =============================  =================================================
+stage              workgroups / waves     waits for                      publishes
+=================  =====================  =============================  =================================================
+load_rows          all                    -                              -
+Weights.issue      all                    -                              - (the workgroup's weights, into registers)
+load_unit          waves with a unit      -                              - (state, conv windows, constants)
+norm               all                    one barrier                    residual_out (each column by one workgroup)
+in_proj            all                    one barrier                    PROJ (bf16 pairs), LEFT and BA (f32 K slices)
+gdn_unit           waves with a unit      "proj": q k v b a              ONRM: sum of squares of 8 outputs
+                                          "onrm": the head's sums, z     core rows, state, v conv window
+                                          "window": owners only          q and k conv windows
+=================  =====================  =============================  =================================================
+
+A *unit* is (row of the step, value head, 8 value rows of the state); one wave computes one unit alone, so nothing but
+the two mailbox hops lies between the projections and the core. Every workgroup computes the norm of every row itself
+(no hop), and every unit recomputes the q and k convolution of its key head (no hop). q and k conv windows are read by
+all units of a key head and written by one, its *owner* (first value head, first unit), after every one of those units
+has published its ONRM pair, which it can only do once it has used the window.
+
+in_proj: a workgroup computes `whole_tasks` 16-row groups over all of K, plus one K slice of a left-over group, plus (the
+first `ba_groups * ba_slices` workgroups) one K slice of an in_proj_ba group. Wave w owns columns
+w * hidden/8 .. of every row, in the norm as in the products, so x goes through LDS inside one wave only.
+
+Order of every float32 sum (none depends on the width or on another row):
+
+* norm: a lane's columns in pairs (even and odd columns apart, ascending, fused), even + odd, then lanes at distance
+  1, 2, 4, ... to 128 columns; the hidden/128 partials at distance 1, 2, 4, ...
+* in_proj: MFMA steps ascending inside a wave's columns, waves 0..7 in order; slices of LEFT at distance 2, 1, 4 and of
+  BA at distance 1, 2, 4, 8 (in slices)
+* conv: four bf16 products left to right; q and k norms, state rows times k and q: a lane's four columns as
+  (0 + 2) + (1 + 3) with fused products, then lanes at distance 1, 2, 4, 8, 16
+* gated norm: squares of 8 rows at distance 1, 2, 4, the head's 16 sums at distance 1, 2, 4, 8
+
+Rounded to bf16: residual_out, x, PROJ (after the last sum), b and a, each conv product, conv outputs, beta
+(`round_beta`), o before the gated norm, core, and the state where its pool is bf16. All else is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sgl_amd_mono.common.build import Abi, BuildKey
+from sgl_amd_mono.common.sync import ERROR_OFFSET, PAIR_BYTES
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
+    GDN_UNIT_ROWS,
+    MAX_ROWS,
+    MFMA_K,
+    MFMA_ROWS,
+    NORM_COLUMNS,
+    Geometry,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ABI: Abi = (
+    ("hidden", "ptr"),
+    ("residual", "ptr"),
+    ("norm_w", "ptr"),
+    ("w_qkvz", "ptr"),
+    ("w_ba", "ptr"),
+    ("conv_w", "ptr"),
+    ("a_log", "ptr"),
+    ("dt_bias", "ptr"),
+    ("gnorm_w", "ptr"),
+    ("conv_state", "ptr"),
+    ("ssm_state", "ptr"),
+    ("state_index", "ptr"),
+    ("residual_out", "ptr"),
+    ("core", "ptr"),
+    ("scratch", "ptr"),
+    ("peers", "ptr"),
+    ("epoch", "ptr"),
+    ("conv_slot_stride", "i64"),
+    ("ssm_slot_stride", "i64"),
+    ("deadline_ticks", "i64"),
+    ("conv_channel_stride", "i32"),
+    ("conv_tap_stride", "i32"),
+    ("rank", "i32"),
+    ("layer_slot", "i32"),
+    ("mode", "i32"),
+)
+
+REGIONS = ("PROJ", "LEFT", "BA", "ONRM")  # mailbox regions of the scratch
+# What a fault record's region number stands for: a mailbox region, or the ONRM pairs that the owner of a key head's
+# conv window awaits before it writes the window.
+REGION_NAMES = (*REGIONS, "WINDOW")
+WAITS = ("proj", "onrm", "window")
+
+BF16_BYTES = 2
+F32_BYTES = 4
+WAVE = 64
+HALF = 32  # lanes that hold one state row, four columns each
+LANE_COLUMNS = 4
+CONV_TAPS = 4
+CONV_STATE_TAPS = 3
+L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
+X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
+KEEP_Z_ROWS = 4  # up to here a lane keeps z of all rows in registers; above, hidden is parked in LDS
+# Vector registers that loads in flight may take at the start; the rest of 256 is for addresses and sums.
+LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 192, 176
+STEP_REGISTERS = 4  # vector registers of one 16 x 32 weight tile
+UNIT_REGISTERS = 48  # of a unit's state, windows and constants
+SCRATCH_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class GdnKey(BuildKey):
+    """Build key of one K1: everything that the emitted code depends on besides the sources."""
+
+    geometry: Geometry = Geometry.a95b()
+    width: int = 1
+    first_layer: bool = False
+    state_dtype: str = "float32"
+    round_beta: bool = True
+    stop: bool = True
+
+    model: ClassVar[str] = "qwen38_a95b"
+    launch: ClassVar[str] = "k1"
+    abi: ClassVar[Abi] = ABI
+    region_names: ClassVar[tuple[str, ...]] = REGION_NAMES
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_ROWS:
+            raise ValueError(f"K1 width {self.width}; needed: 1 .. {MAX_ROWS} rows")
+        if self.state_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"SSM state dtype {self.state_dtype!r}; needed: 'float32' or 'bfloat16'")
+        if self.geometry.head_dim != HALF * LANE_COLUMNS:
+            raise ValueError(f"head_dim {self.geometry.head_dim}; needed: {HALF * LANE_COLUMNS}")
+
+    @property
+    def grid(self) -> int:
+        """Workgroups, one a CU."""
+        return self.geometry.blocks
+
+    @property
+    def block(self) -> int:
+        """Threads of a workgroup."""
+        return self.geometry.threads
+
+    def body(self) -> Callable[..., None]:
+        """The kernel as a function of its ABI names, for the build."""
+        return kernel_body(self)
+
+    @property
+    def unit_rounds(self) -> int:
+        """Units that a wave computes one after the other at most (1 at the true size)."""
+        return -(-self.geometry.gdn_units * self.width // (self.geometry.blocks * self.geometry.waves))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Scratch
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _scratch_pairs(geometry: Geometry, width: int) -> dict[str, int]:
+    """Pairs of each mailbox region, in the order in which they lie in the scratch."""
+    g = geometry
+    whole_rows = g.whole_tasks * g.blocks * MFMA_ROWS
+    return {
+        "PROJ": width * whole_rows // 2,  # [row][channel / 2]: two bf16
+        "LEFT": width * g.leftover_groups * MFMA_ROWS * g.leftover_slices,  # [row][left-over row][slice]: f32
+        "BA": width * g.ba_rows * g.ba_slices,  # [row][b heads, a heads][slice]: f32
+        "ONRM": width * g.gdn_units,  # [row][value head][unit]: f32
+    }
+
+
+def scratch_regions(geometry: Geometry, width: int) -> dict[str, tuple[int, int]]:
+    """Mailbox regions of the scratch of one width: name -> (byte offset, bytes)."""
+    regions, top = {}, 0
+    for name, pairs in _scratch_pairs(geometry, width).items():
+        nbytes = pairs * PAIR_BYTES
+        regions[name] = (top, nbytes)
+        top += -(-nbytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
+    return regions
+
+
+def scratch_bytes(geometry: Geometry, width: int) -> int:
+    """Bytes of the scratch of one width (zeroed once, never shared with another width or kernel)."""
+    offset, nbytes = scratch_regions(geometry, width)["ONRM"]
+    return offset + -(-nbytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
+
+
+def lds_layout(key: GdnKey) -> dict[str, int]:
+    """Bytes of each LDS region of one workgroup."""
+    g, s = key.geometry, key.width
+    return {
+        "DEAD": 16,
+        "PART": s * g.norm_partials * F32_BYTES,
+        "ACC": in_proj_tasks(g) * g.waves * s * MFMA_ROWS * F32_BYTES,
+        "X": s * (g.hidden * BF16_BYTES + X_PAD_BYTES),
+    }
+
+
+def in_proj_tasks(geometry: Geometry) -> int:
+    """Accumulators of a workgroup: whole tasks, the left-over slice, the ba slice."""
+    return geometry.whole_tasks + (1 if geometry.leftover_groups else 0) + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Launch arguments
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _demand(ok: bool, found: str, needed: str, fix: str) -> None:
+    if not ok:
+        raise ValueError(f"K1: found {found}; needed: {needed}; fix: {fix}")
+
+
+def check_state(geometry: Geometry, conv_state: Tensor, ssm_state: Tensor) -> None:
+    """Raise ValueError unless the pools' layer views have a layout that K1 reads.
+
+    conv_state bf16 [slots, conv_channels, 3], any strides; ssm_state f32 or bf16 [slots, value_heads, 128, 128], each
+    slot dense, slot stride free.
+    """
+    g = geometry
+    want_conv = (g.conv_channels, CONV_STATE_TAPS)
+    want_ssm = (g.value_heads, g.head_dim, g.head_dim)
+    pools = "use the linear-attention state pool that SGLang makes for this model"
+    found = f"conv state {tuple(conv_state.shape)} {conv_state.dtype}"
+    _demand(tuple(conv_state.shape[1:]) == want_conv, found, f"[slots, {want_conv[0]}, {want_conv[1]}]", pools)
+    _demand(str(conv_state.dtype) == "torch.bfloat16", found, "bfloat16", "SGLANG_MAMBA_CONV_DTYPE=bfloat16")
+    reach = 2 * sum((n - 1) * abs(s) for n, s in zip(conv_state.shape[1:], conv_state.stride()[1:], strict=True))
+    _demand(reach < 2**31, f"conv state strides {conv_state.stride()}", "a slot within 2 GiB", pools)
+    found = f"SSM state {tuple(ssm_state.shape)} {ssm_state.dtype} strides {ssm_state.stride()}"
+    _demand(tuple(ssm_state.shape[1:]) == want_ssm, found, f"[slots, {', '.join(map(str, want_ssm))}]", pools)
+    _demand(
+        str(ssm_state.dtype) in ("torch.float32", "torch.bfloat16"),
+        found,
+        "float32 or bfloat16",
+        "--mamba-ssm-dtype float32",
+    )
+    dense = (g.head_dim * g.head_dim, g.head_dim, 1)
+    _demand(tuple(ssm_state.stride()[1:]) == dense, found, f"strides [any, {', '.join(map(str, dense))}]", pools)
+    _demand(ssm_state.stride(0) % LANE_COLUMNS == 0, found, "a slot stride that is a multiple of 4 elements", pools)
+
+
+def launch_args(
+    geometry: Geometry,
+    *,
+    hidden: Tensor,
+    residual: Tensor | None,
+    norm_w: Tensor,
+    w_qkvz: Tensor,
+    w_ba: Tensor,
+    conv_w: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    gnorm_w: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    state_index: Tensor,
+    residual_out: Tensor,
+    core: Tensor,
+    scratch: Tensor,
+    peers: Tensor,
+    epoch: Tensor,
+    rank: int,
+    layer_slot: int,
+    deadline_ticks: int,
+    mode: int = 1,
+) -> list[Any]:
+    """Arguments in ABI order; tensors stand for their data pointers (read when the launch is made)."""
+    del geometry  # shapes are checked once, by check_args
+    values: dict[str, Any] = {
+        "hidden": hidden,
+        "residual": 0 if residual is None else residual,
+        "norm_w": norm_w,
+        "w_qkvz": w_qkvz,
+        "w_ba": w_ba,
+        "conv_w": conv_w,
+        "a_log": a_log,
+        "dt_bias": dt_bias,
+        "gnorm_w": gnorm_w,
+        "conv_state": conv_state,
+        "ssm_state": ssm_state,
+        "state_index": state_index,
+        "residual_out": residual_out,
+        "core": core,
+        "scratch": scratch,
+        "peers": peers,
+        "epoch": epoch,
+        "conv_slot_stride": conv_state.stride(0),
+        "ssm_slot_stride": ssm_state.stride(0),
+        "conv_channel_stride": conv_state.stride(1),
+        "conv_tap_stride": conv_state.stride(2),
+        "rank": rank,
+        "layer_slot": layer_slot,
+        "deadline_ticks": deadline_ticks,
+        "mode": mode,
+    }
+    return [values[name] for name, _ in ABI]
+
+
+def check_args(key: GdnKey, **tensors: Tensor) -> None:
+    """Raise ValueError unless every tensor given has the shape, dtype and density that the ABI states."""
+    g = key.geometry
+    wanted = {
+        "hidden": ((key.width, g.hidden), "bfloat16"),
+        "residual": ((key.width, g.hidden), "bfloat16"),
+        "norm_w": ((g.hidden,), "bfloat16"),
+        "w_qkvz": ((g.qkvz_rows, g.hidden), "bfloat16"),
+        "w_ba": ((g.ba_rows, g.hidden), "bfloat16"),
+        "conv_w": ((g.conv_channels, CONV_TAPS), "bfloat16"),
+        "a_log": ((g.value_heads,), "float32"),
+        "dt_bias": ((g.value_heads,), "bfloat16"),
+        "gnorm_w": ((g.head_dim,), "bfloat16"),
+        "residual_out": ((key.width, g.hidden), "bfloat16"),
+        "core": ((key.width, g.core_width), "bfloat16"),
+    }
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            continue
+        shape, dtype = wanted[name]
+        found = f"{name} {tuple(tensor.shape)} {tensor.dtype} contiguous={tensor.is_contiguous()}"
+        ok = tuple(tensor.shape) == shape and str(tensor.dtype) == f"torch.{dtype}" and tensor.is_contiguous()
+        _demand(ok, found, f"{name} {shape} {dtype}, dense", "load the model that this geometry describes")
+        _demand(tensor.data_ptr() % 16 == 0, f"{name} at {tensor.data_ptr():#x}", "16-byte alignment", "align it")
+    if "state_index" in tensors:
+        index = tensors["state_index"]
+        found = f"state_index {tuple(index.shape)} {index.dtype}"
+        ok = str(index.dtype) == "torch.int32" and index.is_contiguous() and index.numel() >= key.width
+        _demand(ok, found, f"dense int32, at least {key.width} entries", "pass mamba_cache_indices as SGLang makes it")
+    if "conv_state" in tensors and "ssm_state" in tensors:
+        check_state(g, tensors["conv_state"], tensors["ssm_state"])
+        found = str(tensors["ssm_state"].dtype).removeprefix("torch.")
+        _demand(found == key.state_dtype, f"SSM state {found}", f"{key.state_dtype} of the build key", "rebuild K1")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The kernel
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class _Front:
+    """State of one K1 while it is traced: arguments, where this thread is, LDS regions, mailboxes."""
+
+    def __init__(self, key: GdnKey, args: dict[str, Any]) -> None:
+        from sgl_amd_mono.common import device as d
+        from sgl_amd_mono.common.sync import Region, Sync
+
+        self.d = d
+        self.key = key
+        self.g = g = key.geometry
+        self.rows = key.width
+        self.a = args
+        self.tid = d.thread_id()
+        self.lane = d.lane_id()
+        self.wave = d.wave_id()
+        self.block = d.block_id()
+
+        layout = lds_layout(key)
+        lds = d.Lds(sum(-(-n // 16) * 16 for n in layout.values()))
+        self.lds = {name: lds.take(nbytes) for name, nbytes in layout.items()}
+        self.sync = Sync(
+            epoch=args["epoch"],
+            slot=args["layer_slot"],
+            peers=args["peers"],
+            rank=args["rank"],
+            ranks=g.tp,
+            deadline_ticks=args["deadline_ticks"],
+            mode=args["mode"],
+            dead=self.lds["DEAD"],
+            stop=key.stop,
+        )
+        regions = scratch_regions(g, key.width)
+        self.region = {name: Region(REGIONS.index(name), args["scratch"] + d.I64(regions[name][0])) for name in REGIONS}
+
+        # norm: columns of a lane, lanes of a partial; wave w owns columns w * wave_columns ..
+        self.lane_columns = g.wave_columns // WAVE
+        self.partial_lanes = NORM_COLUMNS // self.lane_columns
+        self.x_pitch = g.hidden * BF16_BYTES + X_PAD_BYTES
+        self.keep_z = key.width <= KEEP_Z_ROWS
+
+    # -- pairs of f32, which the vector unit adds, multiplies and fuses two at a time
+
+    def pair(self, word: Any) -> Any:
+        """The two bf16 of a word as f32 x 2."""
+        return self.d.vector_from(self.d.f32_from_bf16_pair(word))
+
+    def splat(self, value: Any) -> Any:
+        return self.d.vector_from([value, value])
+
+    def fma2(self, a: Any, b: Any, c: Any) -> Any:
+        return self.d.intrinsic("llvm.fma.v2f32", self.d.vec(self.d.F32, 2), [a, b, c])
+
+    def words(self, value: Any, count: int) -> list[Any]:
+        """32-bit words of a loaded value."""
+        return [value] if count == 1 else [self.d.vector_element(value, i) for i in range(count)]
+
+
+QUAD_XOR_1 = 0b10_11_00_01  # DPP quad_perm: lane ^ 1
+ROW_ROTATE = 0x120  # DPP row_ror, + n: lane - n inside a row of 16
+
+
+def _quad_broadcast(lane: int) -> int:
+    """DPP quad_perm that gives every lane of a quad the value of its lane `lane`."""
+    return lane * 0b01_01_01_01
+
+
+def kernel_body(key: GdnKey) -> Callable[..., None]:
+    """The kernel of `key`, traced when it is called with the ABI's names."""
+
+    def gdn_front(**args: Any) -> None:
+        c = _Front(key, args)
+        rows = load_rows(c)
+        weights = Weights(c)
+        weights.issue(weights.early)
+        unit = load_unit(c, 0)
+        squares = sums_of_squares(c, rows)
+        weights.issue(weights.middle)
+        normalise(c, rows, squares)
+        weights.issue(weights.steps)
+        in_proj(c, weights)
+        gdn_unit(c, unit)
+        if key.unit_rounds > 1:
+            c.d.for_range(1, key.unit_rounds, 1, [], lambda i: gdn_unit(c, load_unit(c, i)))
+
+    return gdn_front
+
+
+# ---- loads at the start -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """A lane's columns of every row of the step, as words of two bf16."""
+
+    hidden: list[list[Any]]  # [row][word]
+    residual: list[list[Any]]  # empty on the first layer
+    norm_w: list[Any]
+
+
+def load_rows(c: _Front) -> Rows:
+    """All waves: hidden, residual and norm weight of the lane's columns, before any other load (they are used first)."""
+    d = c.d
+    words = c.lane_columns * BF16_BYTES // 4
+    piece = min(words, 4)
+    row_bytes = c.g.hidden * BF16_BYTES
+    offset = c.tid * (c.lane_columns * BF16_BYTES)
+
+    def columns(buffer: Any, row: int) -> list[Any]:
+        out: list[Any] = []
+        for first in range(0, words, piece):
+            like = d.I32 if piece == 1 else d.vec(d.I32, piece)
+            value = buffer.load(offset + 4 * first, like, scalar=row * row_bytes)
+            out += c.words(value, piece)
+        return out
+
+    hidden, residual = d.Buffer(c.a["hidden"]), d.Buffer(c.a["residual"])
+    return Rows(
+        hidden=[columns(hidden, t) for t in range(c.rows)],
+        residual=[] if c.key.first_layer else [columns(residual, t) for t in range(c.rows)],
+        norm_w=columns(d.Buffer(c.a["norm_w"]), 0),
+    )
+
+
+@dataclass
+class Unit:
+    """One wave's (row, value head, 8 state rows) and everything of it that does not depend on this step's products.
+
+    Lane l holds, with half = l / 32: columns 4 * (l % 32) .. of state rows 4 * half + i (i = 0..3); q (half 0) or k
+    (half 1) channels 4 * (l % 32) .. ; v, z and output row 4 * half + l % 4.
+    """
+
+    some: Any  # wave has a unit (uniform)
+    live: Any  # the row is no pad row (uniform)
+    row: Any
+    head: Any
+    index: Any  # head * units_per_head + unit of the head
+    key_head: Any
+    state: list[Any]  # raw words of 4 columns of 4 rows
+    window: list[list[Any]]  # [channel 0..3][tap] bits of bf16
+    v_window: list[Any]
+    conv_w: list[Any]  # [channel 0..3] two words of two taps
+    v_conv_w: Any
+    a_log: Any
+    dt_bias: Any
+    gnorm_w: Any
+    state_buffer: Any
+    conv_buffer: Any
+    state_offset: Any  # bytes of the lane's first row in its slot
+    channel_bytes: Any  # bytes of the lane's first q or k channel in its slot
+    v_channel_bytes: Any
+
+
+def load_unit(c: _Front, unit_round: Any) -> Unit:
+    """Waves with a unit: issue the loads of its state, conv windows and constants. Others load past an empty buffer:
+    zeros without traffic, and so do pad rows.
+
+    Unit n = workgroup + blocks * (wave + 8 * round): the units of a row lie in one round, so that no wait inside a
+    round depends on a later one.
+    """
+    d, g, a = c.d, c.g, c.a
+    number = c.block + (c.wave + unit_round * g.waves) * g.blocks
+    total = c.rows * g.gdn_units
+    some = d.compare("ult", number, d.I32(total))
+    row, index = d.unsigned_divide(d.select(some, number, d.I32(total - 1)), g.gdn_units)
+    head, unit = d.unsigned_divide(index, g.units_per_head)
+    key_head, _ = d.unsigned_divide(head, g.heads_per_key)
+    slot = d.uniform(d.load_uniform(a["state_index"], row * 4, d.I32))
+    live = some & d.compare("sgt", slot, d.I32(0))
+    slot64 = d.zext(d.select(live, slot, d.I32(0)), d.I64)
+
+    half, lane32 = d.shift_right_logical(c.lane, d.I32(5)), c.lane & (HALF - 1)
+    own_row = half * LANE_COLUMNS + (c.lane & (LANE_COLUMNS - 1))  # of the unit's 8, for v, z and outputs
+    value_row = head * g.head_dim + unit * GDN_UNIT_ROWS
+
+    def buffer(base: Any) -> Any:
+        return d.Buffer(base, d.select(live, d.I32(0x7FFFFFFF), d.I32(0)))
+
+    # state: 16 bytes (f32) or 8 (bf16) of four columns, four rows a lane
+    size = F32_BYTES if c.key.state_dtype == "float32" else BF16_BYTES
+    state_buffer = buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size))
+    row_bytes = g.head_dim * size
+    state_offset = (value_row + half * LANE_COLUMNS) * row_bytes + lane32 * (LANE_COLUMNS * size)
+    like = d.vec(d.I32, LANE_COLUMNS * size // 4)
+    state = [state_buffer.load(state_offset + i * row_bytes, like) for i in range(4)]
+
+    # conv windows, any strides
+    conv_buffer = buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES))
+    channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
+    channel = half * g.k_offset + key_head * g.head_dim + lane32 * LANE_COLUMNS
+    v_channel = value_row + own_row + g.v_offset
+
+    def taps(first: Any) -> list[Any]:
+        return [conv_buffer.load(first + tap_stride * j, d.I16) for j in range(CONV_STATE_TAPS)]
+
+    channel_bytes, v_channel_bytes = channel * channel_stride, v_channel * channel_stride
+    window = [taps(channel_bytes + channel_stride * i) for i in range(LANE_COLUMNS)]
+    v_window = taps(v_channel_bytes)
+
+    # constants
+    tap_bytes = CONV_TAPS * BF16_BYTES
+    conv_w_buffer = buffer(a["conv_w"])
+    conv_w: list[Any] = []
+    for first in range(0, LANE_COLUMNS, 2):
+        words = c.words(conv_w_buffer.load((channel + first) * tap_bytes, d.vec(d.I32, 4)), 4)
+        conv_w += [words[:2], words[2:]]
+    return Unit(
+        some=some,
+        live=live,
+        row=row,
+        head=head,
+        index=index,
+        key_head=key_head,
+        state=state,
+        window=window,
+        v_window=v_window,
+        conv_w=conv_w,
+        v_conv_w=c.words(conv_w_buffer.load(v_channel * tap_bytes, d.vec(d.I32, 2)), 2),
+        a_log=buffer(a["a_log"]).load(head * F32_BYTES, d.F32),
+        dt_bias=buffer(a["dt_bias"]).load(head * BF16_BYTES, d.I16),
+        gnorm_w=buffer(a["gnorm_w"]).load((unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16),
+        state_buffer=state_buffer,
+        conv_buffer=conv_buffer,
+        state_offset=state_offset,
+        channel_bytes=channel_bytes,
+        v_channel_bytes=v_channel_bytes,
+    )
+
+
+class Weights:
+    """The weight tiles of a workgroup (16 rows x 32 columns a wave and step), loaded in the order of their use.
+
+    Order: the ba slice, the whole tasks (step by step, so that a step's x serves all of them), the left-over slice.
+    All are in flight at the start as far as the registers last (`early`), some more once hidden is parked (`middle`),
+    the rest after the norm.
+    """
+
+    def __init__(self, c: _Front) -> None:
+        d, g = c.d, c.g
+        self.c = c
+        row_bytes = g.hidden * BF16_BYTES
+        lane_row, lane_group = c.lane & (MFMA_ROWS - 1), d.shift_right_logical(c.lane, d.I32(4))
+        wave_bytes = g.wave_columns * BF16_BYTES
+        step_bytes = MFMA_K * BF16_BYTES
+        lane_bytes = lane_row * row_bytes + lane_group * 16 + c.wave * wave_bytes
+        # x in LDS: column l % 16 of the product is a row of the step (columns past the last repeat it)
+        column = d.select(d.compare("ult", lane_row, d.I32(c.rows)), lane_row, d.I32(c.rows - 1))
+        self.x_bytes = column * c.x_pitch + lane_group * 16 + c.wave * wave_bytes
+
+        # (accumulator, buffer, uniform byte offset, byte offset inside the wave's columns, x offset) of every tile
+        self.tiles: list[tuple[int, Any, Any, int, Any]] = []
+        self.lane_bytes = lane_bytes
+        self.whole, self.left, self.ba = list(range(g.whole_tasks)), None, in_proj_tasks(g) - 1
+
+        slices = g.ba_slices
+        self.ba_group, self.ba_slice = d.unsigned_divide(c.block, slices)
+        self.has_ba = d.compare("ult", c.block, d.I32(g.ba_groups * slices))
+        nbytes = d.select(self.has_ba, d.I32(g.ba_rows * row_bytes), d.I32(0))
+        ba_buffer, slice_bytes = d.Buffer(c.a["w_ba"], nbytes), wave_bytes // slices
+        start = self.ba_group * (MFMA_ROWS * row_bytes) + self.ba_slice * slice_bytes
+        for q in range(g.wave_steps // slices):
+            self.tiles.append((self.ba, ba_buffer, start, q * step_bytes, self.ba_slice * slice_bytes))
+
+        buffer = d.Buffer(c.a["w_qkvz"], d.I32(g.qkvz_rows * row_bytes))
+        for q in range(g.wave_steps):
+            for task in self.whole:
+                start = (c.block + task * g.blocks) * (MFMA_ROWS * row_bytes)
+                self.tiles.append((task, buffer, start, q * step_bytes, 0))
+
+        if g.leftover_groups:
+            self.left = g.whole_tasks
+            slices = g.leftover_slices
+            self.left_group, self.left_slice = d.unsigned_divide(c.block, slices)
+            slice_bytes = wave_bytes // slices
+            group = self.left_group + g.whole_tasks * g.blocks
+            start = group * (MFMA_ROWS * row_bytes) + self.left_slice * slice_bytes
+            for q in range(g.wave_steps // slices):
+                self.tiles.append((self.left, buffer, start, q * step_bytes, self.left_slice * slice_bytes))
+
+        self.loaded: list[Any] = []
+        self.steps = len(self.tiles)
+        words = c.lane_columns * BF16_BYTES // 4
+        kept = words * c.rows * (1 if c.key.first_layer else 2)
+        parked = kept if c.keep_z else words * c.rows
+        free = (LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED) - UNIT_REGISTERS
+        self.early = max(0, min(self.steps, (free - kept) // STEP_REGISTERS))
+        self.middle = max(0, min(self.steps, (free - parked) // STEP_REGISTERS))
+
+    def issue(self, upto: int) -> None:
+        """All waves: load tiles up to number `upto`."""
+        d = self.c.d
+        for _, buffer, start, offset, _ in self.tiles[len(self.loaded) : upto]:
+            self.loaded.append(buffer.load(self.lane_bytes + offset, d.vec(d.I32, 4), d.NT, scalar=start))
+        d.compiler_fence()  # or the compiler sinks them to their use, and a trip to memory is exposed
+
+
+# ---- residual add and norm ---------------------------------------------------------------------------------------
+
+
+def sums_of_squares(c: _Front, rows: Rows) -> list[list[Any]]:
+    """All waves: z of the lane's columns and PART[row][partial], the sum of z^2 over 128 columns.
+
+    Returns z where the lane keeps it (up to KEEP_Z_ROWS rows); above, hidden is parked in the place of x in LDS.
+    """
+    d = c.d
+    kept: list[list[Any]] = []
+    partial, rest = d.unsigned_divide(c.tid, c.partial_lanes)
+    for t in range(c.rows):
+        z = [c.pair(word) for word in rows.hidden[t]]
+        if not c.key.first_layer:
+            z = [a + c.pair(word) for a, word in zip(z, rows.residual[t], strict=True)]
+        total = z[0] * z[0]
+        for value in z[1:]:
+            total = c.fma2(value, value, total)
+        total = d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1), c.partial_lanes)
+        with d.if_(d.compare("eq", rest, d.I32(0))):
+            c.lds["PART"].store(total, partial * F32_BYTES + t * c.g.norm_partials * F32_BYTES)
+        if c.keep_z:
+            kept.append(z)
+        else:
+            _store_words(c, t, rows.hidden[t])
+    return kept
+
+
+def _store_words(c: _Front, row: int, words: list[Any]) -> None:
+    """The lane's columns of `row` of x in LDS."""
+    piece = min(len(words), 4)
+    for first in range(0, len(words), piece):
+        value = words[first] if piece == 1 else c.d.vector_from(words[first : first + piece])
+        c.lds["X"].store(value, c.tid * (4 * len(words)) + row * c.x_pitch + 4 * first)
+
+
+def _load_words(c: _Front, row: int) -> list[Any]:
+    words = c.lane_columns * BF16_BYTES // 4
+    piece = min(words, 4)
+    like = c.d.I32 if piece == 1 else c.d.vec(c.d.I32, piece)
+    out: list[Any] = []
+    for first in range(0, words, piece):
+        out += c.words(c.lds["X"].load(c.tid * (4 * words) + row * c.x_pitch + 4 * first, like), piece)
+    return out
+
+
+def normalise(c: _Front, rows: Rows, kept: list[list[Any]]) -> None:
+    """All waves, behind one barrier: x = bf16((z * rstd) * (1 + w)) of the wave's own columns into LDS; residual_out =
+    bf16(z), each column by one workgroup. The launch's look at the error word of earlier launches is in the barrier."""
+    d, g = c.d, c.g
+    c.sync.leave_if_failed()
+    weight = [c.pair(word) + c.splat(d.F32(1.0)) for word in rows.norm_w]
+    lane_partial = (c.lane & (g.norm_partials - 1)) * F32_BYTES
+    pieces = -(-g.threads // g.blocks)  # a thread's columns are one piece; workgroup n writes the n-th `pieces` of them
+    owner = d.compare("eq", d.unsigned_divide(c.tid, pieces)[0], c.block)
+    out = d.Buffer(c.a["residual_out"])
+    for t in range(c.rows):
+        partial = c.lds["PART"].load(lane_partial + t * g.norm_partials * F32_BYTES, d.F32)
+        total = d.wave_sum(partial, g.norm_partials)
+        rstd = c.splat(d.rsq(d.fma(total, d.F32(1.0 / g.hidden), d.F32(g.eps))))
+        z = kept[t] if c.keep_z else _parked_z(c, rows, t)
+        x = [_pack(c, (value * rstd) * w) for value, w in zip(z, weight, strict=True)]
+        with d.if_(owner):
+            plain = [_pack(c, value) for value in z]
+            piece = min(len(plain), 4)
+            for first in range(0, len(plain), piece):
+                value = plain[first] if piece == 1 else d.vector_from(plain[first : first + piece])
+                out.store(value, c.tid * (4 * len(plain)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
+        _store_words(c, t, x)
+
+
+def _parked_z(c: _Front, rows: Rows, row: int) -> list[Any]:
+    """z of a row whose hidden is parked in LDS. The residual's origin is hidden, or the compiler would keep it unpacked
+    (twice the registers) from the first time z was formed."""
+    hidden = [c.pair(word) for word in _load_words(c, row)]
+    if c.key.first_layer:
+        return hidden
+    residual = [c.pair(c.d.opaque(word)) for word in rows.residual[row]]
+    return [a + b for a, b in zip(hidden, residual, strict=True)]
+
+
+def _pack(c: _Front, value: Any) -> Any:
+    return c.d.pack_bf16(c.d.vector_element(value, 0), c.d.vector_element(value, 1))
+
+
+# ---- in_proj -----------------------------------------------------------------------------------------------------
+
+
+def in_proj(c: _Front, weights: Weights) -> None:
+    """All waves: 16-row products over the wave's columns (MFMA 16x16x32: weight rows x rows of the step), then, behind
+    one barrier, the sum over the 8 waves in order, and the results as mailbox pairs."""
+    d, g, w = c.d, c.g, weights
+    acc = [d.zero_acc() for _ in range(in_proj_tasks(g))]
+    x: dict[Any, Any] = {}
+    for (task, _, _, offset, slice_bytes), tile in zip(w.tiles, w.loaded, strict=True):
+        place = (offset, task if isinstance(slice_bytes, d.I32) else None)
+        if place not in x:
+            x[place] = c.lds["X"].load(w.x_bytes + slice_bytes + offset, d.vec(d.I32, 4))
+        acc[task] = d.mfma_bf16(tile, x[place], acc[task])
+
+    # ACC[task][wave][row of the step][weight row]
+    wave_bytes = c.rows * MFMA_ROWS * F32_BYTES
+    task_bytes = g.waves * wave_bytes
+    column, group = c.lane & (MFMA_ROWS - 1), d.shift_right_logical(c.lane, d.I32(4))
+    with d.if_(d.compare("ult", column, d.I32(c.rows))):
+        place = c.wave * wave_bytes + column * (MFMA_ROWS * F32_BYTES) + group * 16
+        for task, value in enumerate(acc):
+            c.lds["ACC"].store(value, place + task * task_bytes)
+    c.sync.barrier()
+    publish_products(c, w, wave_bytes, task_bytes)
+
+
+def publish_products(c: _Front, w: Weights, wave_bytes: int, task_bytes: int) -> None:
+    """Chunks of 64 (task, row of the step, weight row) sums, dealt to the waves: ba first, then the whole tasks, then
+    the left-over slice. Whole tasks: bf16 pairs of adjacent channels in PROJ; slices: f32 in BA and LEFT."""
+    d, g = c.d, c.g
+    items = c.rows * MFMA_ROWS  # of one task
+    chunks = -(-items // WAVE)
+    whole_chunks = -(-items * g.whole_tasks // WAVE)
+    left_chunks = chunks if w.left is not None else 0
+
+    def total(task: Any, rest: Any) -> Any:
+        place = task * task_bytes + rest * F32_BYTES
+        value = c.lds["ACC"].load(place, d.F32)
+        for wave in range(1, g.waves):
+            value = value + c.lds["ACC"].load(place + wave * wave_bytes, d.F32)
+        return value
+
+    def ba(chunk: Any) -> None:
+        rest = chunk * WAVE + c.lane
+        with d.if_(w.has_ba & d.compare("ult", rest, d.I32(items))):
+            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
+            channel = w.ba_group * MFMA_ROWS + weight_row
+            place = (row * g.ba_rows + channel) * g.ba_slices + w.ba_slice
+            c.sync.put(c.region["BA"], place, total(d.I32(w.ba), rest))
+
+    def whole(chunk: Any) -> None:
+        item = chunk * WAVE + c.lane
+        with d.if_(d.compare("ult", item, d.I32(items * g.whole_tasks))):
+            task, rest = d.unsigned_divide(item, items)
+            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
+            value = total(task, rest)
+            word = d.pack_bf16(value, d.dpp(value, QUAD_XOR_1))
+            place = row * (g.whole_tasks * g.blocks * MFMA_ROWS // 2)
+            place = place + (c.block + task * g.blocks) * (MFMA_ROWS // 2) + d.shift_right_logical(weight_row, d.I32(1))
+            with d.if_(d.compare("eq", weight_row & 1, d.I32(0))):
+                c.sync.put(c.region["PROJ"], place, word)
+
+    def left(chunk: Any) -> None:
+        rest = chunk * WAVE + c.lane
+        with d.if_(d.compare("ult", rest, d.I32(items))):
+            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
+            place = (row * g.leftover_groups + w.left_group) * MFMA_ROWS + weight_row
+            c.sync.put(c.region["LEFT"], place * g.leftover_slices + w.left_slice, total(d.I32(w.left), rest))
+
+    kinds = [(ba, 0, chunks), (whole, chunks, chunks + whole_chunks)]
+    if left_chunks:
+        kinds.append((left, chunks + whole_chunks, chunks + whole_chunks + left_chunks))
+    for first in range(0, kinds[-1][2], g.waves):
+        chunk = c.wave + first
+        for publish, begin, end in kinds:
+            if begin < first + g.waves and end > first:
+                inside = d.compare("uge", chunk, d.I32(begin)) & d.compare("ult", chunk, d.I32(end))
+                with d.if_(inside):
+                    publish(chunk - begin)
+
+
+# ---- gated delta net ---------------------------------------------------------------------------------------------
+
+
+def gdn_unit(c: _Front, u: Unit) -> None:
+    """Waves with a unit (see Unit): conv, gates, delta rule, gated norm, state. A pad row gets a zero core row only."""
+    d = c.d
+    with d.if_(u.some):
+        with d.if_(d.compare("eq", _int(d, u.live), d.I32(0))):
+            _store_core(c, u, d.I16(0))
+        with d.if_(u.live):
+            qk, v_new, ba = poll_projections(c, u)
+            # Issued here, looked at before the stores: it costs no trip, and later waits look at the word themselves.
+            error = d.load(c.sync.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
+            q, k, v, windows, v_window = convolve(c, u, qk, v_new)
+            decay, beta = gates(c, u, ba)
+            o, state = delta_rule(c, u, q, k, v, decay, beta)
+            squares, z = exchange_squares(c, u, o)
+            core = gated_norm(c, u, o, squares, z)
+            with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
+                c.sync._leave()
+            _store_core(c, u, d.bf16_bits(core))
+            store_state(c, u, state, v_window)
+            store_windows(c, u, windows)
+
+
+def _int(d: Any, condition: Any) -> Any:
+    return d.select(condition, d.I32(1), d.I32(0))
+
+
+def _own_row(c: _Front) -> Any:
+    """Row (0..7) of the unit that this lane holds of v, z and the output."""
+    half = c.d.shift_right_logical(c.lane, c.d.I32(5))
+    return half * LANE_COLUMNS + (c.lane & (LANE_COLUMNS - 1))
+
+
+def _value_row(c: _Front, u: Unit) -> Any:
+    """First of the unit's 8 rows among the value rows of all heads (uniform)."""
+    return u.index * GDN_UNIT_ROWS
+
+
+def _projection_pair(c: _Front, u: Unit, channel: Any) -> Any:
+    """Index in PROJ of the pair that holds an (even) channel of the unit's row."""
+    pairs = c.g.whole_tasks * c.g.blocks * MFMA_ROWS // 2
+    return u.row * pairs + c.d.shift_right_logical(channel, c.d.I32(1))
+
+
+def _own_half(c: _Front, word: Any) -> Any:
+    """Bits of the lane's own row in a word that holds an even and an odd row."""
+    d = c.d
+    odd = d.compare("ne", c.lane & 1, d.I32(0))
+    return d.select(odd, d.shift_right_logical(word, d.I32(16)), word & 0xFFFF)
+
+
+def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any]:
+    """Wait "proj": the lane's four q or k channels (two words of bf16 pairs), its v channel (bits), its slice of b
+    (lanes 0..15 of each half) or a (lanes 16..31), f32."""
+    d, g = c.d, c.g
+    half, lane32 = d.shift_right_logical(c.lane, d.I32(5)), c.lane & (HALF - 1)
+    channel = half * g.k_offset + u.key_head * g.head_dim + lane32 * LANE_COLUMNS
+    v_channel = _value_row(c, u) + (_own_row(c) & ~1) + g.v_offset
+    is_a = d.shift_right_logical(c.lane, d.I32(4)) & 1
+    ba_row = u.row * g.ba_rows + is_a * g.value_heads + u.head
+    proj = c.region["PROJ"]
+    first = _projection_pair(c, u, channel)
+    low, high, v_word, ba = c.sync.poll(
+        [
+            (proj, first),
+            (proj, first + 1),
+            (proj, _projection_pair(c, u, v_channel)),
+            (c.region["BA"], ba_row * g.ba_slices + (c.lane & (g.ba_slices - 1))),
+        ],
+        [d.I32, d.I32, d.I32, d.F32],
+    )
+    return [low, high], _own_half(c, v_word), ba
+
+
+def _silu2(c: _Front, value: Any) -> Any:
+    """silu of two values: x * rcp(1 + exp(-x))."""
+    d = c.d
+    scaled = value * c.splat(d.F32(-d.LOG2_E))
+    power = d.vector_from([d.exp2(d.vector_element(scaled, i)) for i in range(2)]) + c.splat(d.F32(1.0))
+    return value * d.vector_from([d.rcp(d.vector_element(power, i)) for i in range(2)])
+
+
+def _rounded(c: _Front, value: Any) -> Any:
+    """Both values rounded to bf16, as f32."""
+    return c.pair(_pack(c, value))
+
+
+def convolve(c: _Front, u: Unit, qk: list[Any], v_new: Any) -> tuple[list[Any], list[Any], Any, list[Any], list[Any]]:
+    """Conv update of the lane's four q or k channels and its v channel; q and k norms.
+
+    Returns q and k (two pairs of f32 each: the lane's four columns), v (f32), and the windows after the step (bits):
+    [channel][tap] of q or k, [tap] of v.
+    """
+    d = c.d
+    out, windows = [], []
+    for j, word in enumerate(qk):
+        first, second = u.window[2 * j], u.window[2 * j + 1]
+        taps = [d.vector_from([d.bf16_to_f32(a), d.bf16_to_f32(b)]) for a, b in zip(first, second, strict=True)]
+        taps.append(c.pair(word))
+        w_first, w_second = u.conv_w[2 * j], u.conv_w[2 * j + 1]
+        weights = []
+        for pair_a, pair_b in zip(w_first, w_second, strict=True):
+            a, b = d.f32_from_bf16_pair(pair_a), d.f32_from_bf16_pair(pair_b)
+            weights += [d.vector_from([a[0], b[0]]), d.vector_from([a[1], b[1]])]
+        total = _rounded(c, weights[0] * taps[0])
+        for weight, tap in zip(weights[1:], taps[1:], strict=True):
+            total = total + _rounded(c, weight * tap)
+        out.append(_rounded(c, _silu2(c, total)))
+        windows.append([*first[1:], d.trunc(word, d.I16)])
+        windows.append([*second[1:], d.trunc(d.shift_right_logical(word, d.I32(16)), d.I16)])
+
+    # q and k: the halves of the wave hold one each, so that one reduction serves both
+    squares = c.fma2(out[1], out[1], out[0] * out[0])
+    total = d.wave_sum(d.vector_element(squares, 0) + d.vector_element(squares, 1), HALF)
+    is_q = d.compare("ult", c.lane, d.I32(HALF))
+    scale = d.rsq(total + d.F32(L2_EPS)) * d.select(is_q, d.F32(c.g.head_dim**-0.5), d.F32(1.0))
+    swapped = [d.wave_halves(d.vector_element(value * c.splat(scale), i)) for value in out for i in range(2)]
+    q, k = ([d.vector_from([swapped[2 * j][i], swapped[2 * j + 1][i]]) for j in range(2)] for i in range(2))
+
+    # v: one channel a lane, its four products as two pairs
+    v_taps = [d.bf16_to_f32(bits) for bits in u.v_window]
+    v_taps.append(d.bitcast(v_new << 16, d.F32))
+    products = []
+    for j, word in enumerate(u.v_conv_w):
+        pair = _rounded(c, c.pair(word) * d.vector_from(v_taps[2 * j : 2 * j + 2]))
+        products += [d.vector_element(pair, 0), d.vector_element(pair, 1)]
+    total = ((products[0] + products[1]) + products[2]) + products[3]
+    v = d.bf16_round(d.silu(total))
+    return q, k, v, windows, [*u.v_window[1:], d.trunc(v_new, d.I16)]
+
+
+def gates(c: _Front, u: Unit, ba: Any) -> tuple[Any, Any]:
+    """(decay, beta) of the unit's head, uniform: exp(-exp(A_log) * softplus(a + dt_bias)), sigmoid(b)."""
+    d = c.d
+    value = d.bf16_round(d.wave_sum(ba, c.g.ba_slices))
+    beta = d.sigmoid(value)
+    if c.key.round_beta:
+        beta = d.bf16_round(beta)
+    decay = d.exp(-(d.exp(u.a_log) * d.softplus(value + d.bf16_to_f32(u.dt_bias))))
+    b_lane, a_lane = 0, MFMA_ROWS
+    read = [d.read_lane(d.bitcast(v, d.I32), lane) for v, lane in ((decay, a_lane), (beta, b_lane))]
+    return d.bitcast(read[0], d.F32), d.bitcast(read[1], d.F32)
+
+
+def _dot(c: _Front, row: list[Any], other: list[Any]) -> Any:
+    """Sum over the 128 columns of a state row (32 lanes x 4), in every lane of the half."""
+    d = c.d
+    total = c.fma2(row[1], other[1], row[0] * other[0])
+    return d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1), HALF)
+
+
+def delta_rule(
+    c: _Front, u: Unit, q: list[Any], k: list[Any], v: Any, decay: Any, beta: Any
+) -> tuple[Any, list[list[Any]]]:
+    """S *= decay; S += beta * (v - S k) k^T; o = bf16(S q). Returns o of the lane's own row, and the state rows."""
+    d = c.d
+    rows, outputs = [], []
+    for i, raw in enumerate(u.state):
+        if c.key.state_dtype == "float32":
+            words = [d.bitcast(d.vector_element(raw, n), d.F32) for n in range(LANE_COLUMNS)]
+            state = [d.vector_from(words[:2]), d.vector_from(words[2:])]
+        else:
+            state = [c.pair(d.vector_element(raw, n)) for n in range(2)]
+        state = [value * c.splat(decay) for value in state]
+        new = c.splat((d.dpp(v, _quad_broadcast(i)) - _dot(c, state, k)) * beta)
+        state = [c.fma2(new, key, value) for key, value in zip(k, state, strict=True)]
+        rows.append(state)
+        outputs.append(d.bf16_round(_dot(c, state, q)))
+    place = c.lane & (LANE_COLUMNS - 1)
+    own = outputs[0]
+    for i in range(1, LANE_COLUMNS):
+        own = d.select(d.compare("eq", place, d.I32(i)), outputs[i], own)
+    return own, rows
+
+
+def exchange_squares(c: _Front, u: Unit, o: Any) -> tuple[Any, Any]:
+    """Publish the sum of o^2 over the unit's 8 rows (ONRM); wait "onrm": the head's sums and z of the lane's row.
+
+    Returns the head's sum of squares and z (bf16 value as f32). z comes from PROJ, or, where its row is left over, as
+    K slices from LEFT, which are summed and rounded here.
+    """
+    d, g = c.d, c.g
+    low, high = d.wave_halves(d.wave_sum(o * o, LANE_COLUMNS))
+    with d.if_(d.compare("eq", c.lane, d.I32(0))):
+        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, low + high)
+
+    own = _value_row(c, u) + _own_row(c) + g.z_offset
+    region, index = c.region["PROJ"], _projection_pair(c, u, own & ~1)
+    left_over = None
+    if g.leftover_groups:
+        first = g.whole_tasks * g.blocks * MFMA_ROWS
+        left_over = d.compare("uge", _value_row(c, u) + g.z_offset, d.I32(first))
+        left = c.region["LEFT"]
+        slice_ = d.shift_right_logical(c.lane & (HALF - 1), d.I32(2)) & (g.leftover_slices - 1)
+        place = (u.row * (g.leftover_groups * MFMA_ROWS) + (own - first)) * g.leftover_slices + slice_
+        index = d.select(left_over, place, index)
+        number = d.select(left_over, d.I32(left.number), d.I32(region.number))
+        region = type(region)(number, d.select(left_over, left.base, region.base))
+    sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
+    squares, word = c.sync.poll([(c.region["ONRM"], sums), (region, index)], [d.F32, d.I32])
+
+    z = d.bitcast(_own_half(c, word) << 16, d.F32)
+    if left_over is not None:
+        total = d.bitcast(word, d.F32)
+        if g.leftover_slices > 2:
+            total = total + d.dpp(total, ROW_ROTATE + 8)
+        if g.leftover_slices > 1:
+            total = total + d.dpp(total, ROW_ROTATE + 4)
+        if g.leftover_slices > 4:
+            lower, upper = d.row_pairs(total)
+            total = lower + upper
+        z = d.select(left_over, d.bf16_round(total), z)
+    return d.wave_sum(squares, g.units_per_head), z
+
+
+def gated_norm(c: _Front, u: Unit, o: Any, squares: Any, z: Any) -> Any:
+    """(o * rstd * w) * silu(z) of the lane's row, f32."""
+    d, g = c.d, c.g
+    rstd = d.rsq(d.fma(squares, d.F32(1.0 / g.head_dim), d.F32(g.eps)))
+    return ((o * rstd) * d.bf16_to_f32(u.gnorm_w)) * d.silu(z)
+
+
+def _store_core(c: _Front, u: Unit, bits: Any) -> None:
+    """The unit's 8 core values, one a lane (four lanes of each half)."""
+    d = c.d
+    with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
+        place = (u.row * c.g.core_width + _value_row(c, u) + _own_row(c)) * BF16_BYTES
+        d.store(bits, c.a["core"], place)
+
+
+def store_state(c: _Front, u: Unit, rows: list[list[Any]], v_window: list[Any]) -> None:
+    """State rows in place (rounded to nearest even where the pool is bf16) and the unit's v conv windows."""
+    d, g = c.d, c.g
+    is_f32 = c.key.state_dtype == "float32"
+    row_bytes = g.head_dim * (F32_BYTES if is_f32 else BF16_BYTES)
+    for i, state in enumerate(rows):
+        if is_f32:
+            value = d.vector_from([d.vector_element(pair, n) for pair in state for n in range(2)])
+        else:
+            value = d.vector_from([_pack(c, pair) for pair in state])
+        u.state_buffer.store(value, u.state_offset + i * row_bytes)
+    with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
+        _store_taps(c, u, u.v_channel_bytes, v_window)
+
+
+def _store_taps(c: _Front, u: Unit, first: Any, taps: list[Any]) -> None:
+    stride = c.a["conv_tap_stride"] * BF16_BYTES
+    for j, bits in enumerate(taps):
+        u.conv_buffer.store(bits, first + stride * j)
+
+
+def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:
+    """Owner of a key head (its first value head's first unit): wait "window" until every unit that read the key
+    head's q and k windows has published its ONRM pair, then write the windows."""
+    d, g = c.d, c.g
+    readers = g.heads_per_key * g.units_per_head
+    with d.if_(d.compare("eq", d.unsigned_divide(u.index, readers)[1], d.I32(0))):
+        window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), c.region["ONRM"].base)
+        first = u.row * g.gdn_units + u.index
+        lanes = [c.lane + WAVE * n for n in range(max(1, readers // WAVE))]
+        c.sync.poll([(window, first + (lane & (readers - 1))) for lane in lanes])
+        stride = c.a["conv_channel_stride"] * BF16_BYTES
+        for i, taps in enumerate(windows):
+            _store_taps(c, u, u.channel_bytes + stride * i, taps)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1 (the GDN front) in plain PyTorch: float64 with the rounding points that the kernel states. The definition.
+
+One function a stage, in the kernel's order. Values that the kernel rounds to bf16 are rounded here at the same place
+(float64 -> float32 -> bf16, to nearest even); everything between is float64. `z = hidden + residual` is a float32 sum,
+because both the residual that is written and the norm start from that sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+
+L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
+SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) = x above
+
+
+def round_bf16(value: Tensor) -> Tensor:
+    """Round float64 to bf16 (to nearest even, through float32); returns float64."""
+    return value.to(torch.float32).to(torch.bfloat16).to(torch.float64)
+
+
+@dataclass
+class GdnWeights:
+    """Weights of one GDN front. Shapes per rank, see Geometry."""
+
+    norm_w: Tensor  # bf16 [hidden], applied as 1 + w
+    w_qkvz: Tensor  # bf16 [qkvz_rows, hidden]
+    w_ba: Tensor  # bf16 [ba_rows, hidden]
+    conv_w: Tensor  # bf16 [conv_channels, 4]
+    a_log: Tensor  # f32 [value_heads]
+    dt_bias: Tensor  # bf16 [value_heads]
+    gnorm_w: Tensor  # bf16 [128], applied as w
+
+
+@dataclass
+class GdnTrace:
+    """What every stage produced, float64 unless named; rows are the step's rows."""
+
+    residual_out: Tensor  # bf16 [S, hidden]
+    x: Tensor  # [S, hidden]
+    proj: Tensor  # [S, qkvz_rows]
+    ba: Tensor  # [S, ba_rows]
+    q: Tensor  # [S, key_heads, 128], normalised and scaled
+    k: Tensor  # [S, key_heads, 128], normalised
+    v: Tensor  # [S, value_heads, 128]
+    decay: Tensor  # [S, value_heads]
+    beta: Tensor  # [S, value_heads]
+    o: Tensor  # [S, value_heads, 128]
+    core: Tensor  # bf16 [S, value_heads * 128]
+    ssm_rows: Tensor  # [S, value_heads, 128, 128], state after the step, before it is stored (pad rows: undefined)
+    conv_rows: Tensor  # bf16 [S, conv_channels, 3], conv window after the step (pad rows: undefined)
+    live: Tensor  # bool [S], False for pad rows
+
+
+def residual_and_norm(hidden: Tensor, residual: Tensor | None, norm_w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual_out bf16, x float64): z = f32(h) + f32(r); residual_out = bf16(z); x = bf16((z*rstd)*(1+w))."""
+    z = hidden.float() if residual is None else hidden.float() + residual.float()
+    z64 = z.double()
+    rstd = torch.rsqrt((z64 * z64).mean(-1, keepdim=True) + eps)
+    x = round_bf16(z64 * rstd * (1.0 + norm_w.double()))
+    return z.to(torch.bfloat16), x
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """bf16(x @ weight^T): [S, hidden] x [rows, hidden] -> [S, rows]."""
+    return round_bf16(x @ weight.double().T)
+
+
+def silu(value: Tensor) -> Tensor:
+    return value / (1.0 + torch.exp(-value))
+
+
+def conv_update(new: Tensor, window: Tensor, conv_w: Tensor) -> tuple[Tensor, Tensor]:
+    """One conv step: new [S, C], window [S, C, 3] (old to new), weights [C, 4] -> (bf16 outputs [S, C], next window).
+
+    Each product is rounded to bf16, the four are summed left to right, then silu, then bf16.
+    """
+    taps = torch.cat([window.double(), new.double().unsqueeze(-1)], dim=-1)
+    products = round_bf16(taps * conv_w.double())
+    total = products[..., 0] + products[..., 1] + products[..., 2] + products[..., 3]
+    return round_bf16(silu(total)), taps[..., 1:].to(torch.bfloat16)
+
+
+def l2norm(value: Tensor) -> Tensor:
+    return value * torch.rsqrt((value * value).sum(-1, keepdim=True) + L2_EPS)
+
+
+def gates(b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, round_beta: bool) -> tuple[Tensor, Tensor]:
+    """(decay, beta), each [S, value_heads]: exp(-exp(A_log) * softplus(a + dt_bias)) and sigmoid(b)."""
+    t = a + dt_bias.double()
+    softplus = torch.where(t > SOFTPLUS_LINEAR_ABOVE, t, torch.log1p(torch.exp(t.clamp(max=SOFTPLUS_LINEAR_ABOVE))))
+    decay = torch.exp(-torch.exp(a_log.double()) * softplus)
+    beta = torch.sigmoid(b)
+    return decay, round_bf16(beta) if round_beta else beta
+
+
+def delta_rule(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Gated delta rule: state [S, NV, V, K], q and k [S, NV, K], v [S, NV, V] -> (o bf16 values, next state).
+
+    S *= decay; p = S k; S += beta (v - p) k^T; o = bf16(S q).
+    """
+    state = state * decay[..., None, None]
+    p = (state * k[..., None, :]).sum(-1)
+    state = state + ((v - p) * beta[..., None])[..., None] * k[..., None, :]
+    return round_bf16((state * q[..., None, :]).sum(-1)), state
+
+
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """bf16((o * rstd * w) * silu(z)) over heads of 128: o, z [S, NV, 128] -> float64 [S, NV, 128]."""
+    rstd = torch.rsqrt((o * o).mean(-1, keepdim=True) + eps)
+    return round_bf16(o * rstd * weight.double() * silu(z))
+
+
+def gdn_front(
+    geometry: Geometry,
+    weights: GdnWeights,
+    hidden: Tensor,
+    residual: Tensor | None,
+    state_index: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    *,
+    round_beta: bool = True,
+) -> GdnTrace:
+    """K1 of one layer on one rank.
+
+    hidden, residual bf16 [S, hidden] (residual None: the model's first layer); state_index int32 [>= S], <= 0 marks a
+    pad row; conv_state bf16 [slots, channels, 3]; ssm_state f32 or bf16 [slots, value_heads, 128, 128].
+    Nothing is changed in place: the rows after the step are in the trace, `store_rows` writes them into pools.
+    """
+    g = geometry
+    rows = hidden.shape[0]
+    index = state_index[:rows].long()
+    live = index > 0
+    slot = torch.where(live, index, torch.zeros_like(index))
+
+    residual_out, x = residual_and_norm(hidden, residual, weights.norm_w, g.eps)
+    proj = project(x, weights.w_qkvz)
+    ba = project(x, weights.w_ba)
+
+    conv_out, conv_rows = conv_update(proj[:, : g.conv_channels], conv_state[slot], weights.conv_w)
+    q = l2norm(conv_out[:, : g.key_width].reshape(rows, g.key_heads, g.head_dim)) * g.head_dim**-0.5
+    k = l2norm(conv_out[:, g.key_width : 2 * g.key_width].reshape(rows, g.key_heads, g.head_dim))
+    v = conv_out[:, 2 * g.key_width :].reshape(rows, g.value_heads, g.head_dim)
+
+    decay, beta = gates(ba[:, : g.value_heads], ba[:, g.value_heads :], weights.a_log, weights.dt_bias, round_beta)
+    state = ssm_state[slot].double()
+    o, ssm_rows = delta_rule(
+        state,
+        q.repeat_interleave(g.heads_per_key, dim=1),
+        k.repeat_interleave(g.heads_per_key, dim=1),
+        v,
+        decay,
+        beta,
+    )
+    z = proj[:, g.z_offset :].reshape(rows, g.value_heads, g.head_dim)
+    core = gated_norm(o, z, weights.gnorm_w, g.eps).reshape(rows, g.core_width)
+    core = torch.where(live[:, None], core, torch.zeros_like(core)).to(torch.bfloat16)
+    return GdnTrace(residual_out, x, proj, ba, q, k, v, decay, beta, o, core, ssm_rows, conv_rows, live)
+
+
+def store_rows(trace: GdnTrace, state_index: Tensor, conv_state: Tensor, ssm_state: Tensor) -> None:
+    """Write the live rows' states into the pools, in place, rounding to the pools' dtypes (to nearest even)."""
+    for row in torch.nonzero(trace.live).flatten().tolist():
+        slot = int(state_index[row])
+        conv_state[slot] = trace.conv_rows[row]
+        ssm_state[slot] = trace.ssm_rows[row].to(torch.float32).to(ssm_state.dtype)
