@@ -241,6 +241,16 @@ class Plan:
         return self.geometry.hidden // MX_STEP // WAVES
 
     @property
+    def up_words(self) -> int:
+        """Scale words of a wave's steps for two adjacent tiles of w13."""
+        return max(1, self.steps // 2)
+
+    @property
+    def up_rounds(self) -> int:
+        """Most routed-up tasks of a workgroup."""
+        return -(-self.slots * self.mx_blocks // self.geometry.blocks)
+
+    @property
     def mx_blocks(self) -> int:
         """MX blocks of a routed intermediate; also the tasks of a slot, 32 columns each."""
         return self.geometry.moe_intermediate // MX_BLOCK
@@ -269,7 +279,7 @@ class Plan:
     def batch(self) -> int:
         """Slots of w2 that a wave holds in flight."""
         most = -(-self.slots // self.workers)
-        return min(most, 4 if self.down_steps <= 2 else 2)
+        return min(most, 2)
 
     @property
     def batches(self) -> int:
@@ -299,6 +309,10 @@ class LayerKey(BuildKey):
     @property
     def block(self) -> int:
         return THREADS
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        return {"waves_per_eu": 2}  # one workgroup a CU: registers are there to hold weights in flight
 
     def body(self) -> Callable[..., None]:
         plan, stop = Plan(self.geometry, self.width), self.stop
@@ -449,17 +463,21 @@ def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     k = _Launch(plan, stop, arguments)
     tiles = project(k)
     rows = load_row_weights(k)
+    k.d.compiler_fence()
     publish_projection(k, tiles)
     norm(k)
     await_norm(k)
     normed_rows(k, rows)
     down = load_shared_down(k)
+    k.d.compiler_fence()
     route(k)
     slots = unite(k)
-    routed_up(k, slots)
-    first = load_down(k, slots, 0)
+    up = [load() for load in load_up(k, slots, k.g.blocks - 1 - k.block)]
+    routed = load_down(k, slots, 0)
+    k.d.compiler_fence()  # the loads stay here, ahead of what they are for
+    routed_up(k, slots, up)
     gather(k)
-    routed_down(k, slots, first)
+    routed_down(k, slots, routed)
     shared_down(k, down)
     publish_output(k)
     final_sum(k)
@@ -498,22 +516,17 @@ def project(k: _Launch) -> list[Any]:
 
 def publish_projection(k: _Launch, tiles: list[Any]) -> None:
     """Sum the waves' eighths in order 0..7, round to bf16, push to AR of every rank (all workgroups)."""
-    d, s = k.d, k.s
     _store_tiles(k, k.partial, tiles)
-    k.sync.leave_if_failed()
-    d.barrier()
-    k.push_pairs("AR", k.ar, lambda t, pair: d.pack_bf16(*_wave_pair(k, t, pair)))
-    _ = s
+    k.sync.leave_if_failed()  # holds the barrier that the sums below need
+    k.push_pairs("AR", k.ar, lambda t, pair: k.d.pack_bf16(*_wave_pair(k, t, pair)))
 
 
 def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
     """This wave's accumulators to LDS f32 [wave][tile][t][16 rows]."""
-    d = k.d
     with k.at(k.in_rows):
         for i, acc in enumerate(tiles):
             at = ((k.wave * len(tiles) + i) * k.s + k.lane_row) * (4 * MFMA_ROWS) + k.group * 16
             region.store(acc, at)
-    _ = d
 
 
 def _wave_pair(k: _Launch, t: Any, pair: Any) -> tuple[Any, Any]:
@@ -662,7 +675,6 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
     ]
     scale = [[v + d.F32(1.0) for v in _unpack8(k, w)] for w in rows.norm]
     weights = [[_unpack8(k, w) for w in row] for row in rows.shared + rows.extra]
-    sums: list[list[Any]] = [[] for _ in weights]
     for t in range(s):
         rstd = k.rstd.load(4 * t, d.F32)
         x = []
@@ -670,13 +682,14 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
             words = _x_words(k, raw[t][j], rstd, scale[j])
             x.append([v for word in words for v in d.f32_from_bf16_pair(word)])
             _keep_x(k, t, column, words, x[j])
-        for row, weight in enumerate(weights):
+        sums = []
+        for weight in weights:
             acc = d.F32(0.0)
             for values, factors in zip(x, weight, strict=True):
                 for v, f in zip(values, factors, strict=True):
                     acc = d.fma(v, f, acc)
-            sums[row].append(d.wave_sum(acc))
-    _store_dots(k, sums, len(rows.shared))
+            sums.append(d.wave_sum(acc))
+        _store_dots(k, t, sums, len(rows.shared))
     d.barrier()
     _publish_router(k)
     _publish_shared(k)
@@ -721,22 +734,21 @@ def _keep_x(k: _Launch, t: int, column: Any, words: list[Any], values: list[Any]
             d.store(d.vector_from(words), k.a["scratch"], at)
 
 
-def _store_dots(k: _Launch, sums: list[list[Any]], shared: int) -> None:
-    """Dot products of this wave to LDS f32 [row][t][unit wave]; rows: gates, ups, then the further ones."""
-    p, s = k.plan, k.s
+def _store_dots(k: _Launch, t: int, sums: list[Any], shared: int) -> None:
+    """This wave's dot products with row t to LDS f32 [row][t][unit wave]; rows: gates, ups, then the further ones."""
+    p = k.plan
     unit_wave = k.wave & (p.unit_waves - 1)
     wave_group = k.wave >> (p.unit_waves.bit_length() - 1)
 
-    def put(row: Any, values: list[Any]) -> None:
-        for t, value in enumerate(values):
-            k.dots.store(value, ((row * s + t) * p.unit_waves + unit_wave) * 4)
+    def put(row: Any, value: Any) -> None:
+        k.dots.store(value, ((row * k.s + t) * p.unit_waves + unit_wave) * 4)
 
     with k.at(k.equal(k.lane, 0)):
         for m in range(shared):
             put(wave_group + m * p.wave_groups, sums[m])
-        for i, values in enumerate(sums[shared:]):
+        for i, value in enumerate(sums[shared:]):
             with k.at(k.equal(wave_group, i % p.wave_groups)):
-                put(k.d.I32(p.shared_rows + i), values)
+                put(k.d.I32(p.shared_rows + i), value)
 
 
 def _dot(k: _Launch, row: Any, t: Any) -> Any:
@@ -842,6 +854,9 @@ def route(k: _Launch) -> None:
         weight = weight * d.rcp(total)
         ids = d.select(live, ids, d.I32(-1))
         weight = d.select(live, weight, d.F32(0.0))
+        if s == 1:  # the picks are the slots
+            with k.at(k.below(k.lane, g.top_k)):
+                k.table.store(d.vector_from([ids, k.lane | d.I32(~NOT_PICKED)]), k.lane * 8)
         with k.at(k.below(k.lane, ROUTE_WORDS)):
             at = (t * ROUTE_WORDS + k.lane) * 4
             k.ids.store(ids, at)
@@ -896,9 +911,12 @@ def _wave_umax(k: _Launch, keys: list[Any]) -> Any:
 def unite(k: _Launch) -> Any:
     """The union of the rows' experts in expert order: slot table to LDS; returns the number of slots (uniform).
 
-    Thread e stands for expert e: it collects which pick of each row is e, and a scan of the flags gives its slot.
+    Thread e stands for expert e: it collects which pick of each row is e, and a scan of the flags gives its slot. At
+    width 1 the picks are the slots as they stand.
     """
     d, g, s = k.d, k.g, k.s
+    if s == 1:
+        return d.uniform(d.select(d.compare("sge", k.ids.load(0, d.I32), d.I32(0)), d.I32(g.top_k), d.I32(0)))
     nibbles = d.I32(-1)
     for t in range(s):
         for first in range(0, g.top_k, 4):
@@ -945,74 +963,98 @@ def _pick_of(k: _Launch, nibbles: Any, t: Any) -> tuple[Any, Any]:
 # ---- 5: routed experts, up ------------------------------------------------------------------------------------------
 
 
-def routed_up(k: _Launch, slots: Any) -> None:
-    """Tasks (slot, 32 intermediate columns), from the last workgroup on; waits for nothing more than the route.
+def load_up(k: _Launch, slots: Any, task: Any) -> list[Callable[[], Any]]:
+    """The loads of one task (slot, 32 intermediate columns) of this wave, to be issued one by one: weights
+    [step][tile], then scale words.
 
-    Two gate and two up tiles of w13 [2 RI, H], K cut in eighths over the waves, scaled 16x16x128 MFMA on fp4; waves
-    summed in order; silu(g) * u in f32, quantised to MXFP4 (RCEIL) and put to INTER for the rows that picked the slot.
+    Two gate and two up tiles of w13 [2 RI, H], K cut in eighths over the waves. A task past the last reads from buffers
+    of no bytes.
     """
     d, p, g = k.d, k.plan, k.g
-    tasks = slots * p.mx_blocks
+    valid = d.compare("ult", task, slots * p.mx_blocks)
+    slot, block = d.unsigned_divide(d.select(valid, task, d.I32(0)), p.mx_blocks)
+    expert, _ = _slot_entry(k, slot)
+    expert = d.select(valid, expert, d.I32(0))
+    rows, row_bytes, row_codes = 2 * g.moe_intermediate, g.hidden // 2, g.hidden // MX_BLOCK
+    base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes)
+    weights = d.Buffer(base, d.select(valid, d.I32(rows * row_bytes), d.I32(0)))
+    start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * TILE_STEP_BYTES)
+    at = [start + (h * g.moe_intermediate + t * MFMA_ROWS) * row_bytes for h in range(2) for t in range(TILES)]
+    loads = [
+        lambda o=offset, i=i: weights.load(k.lane * 16 + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT, scalar=o)
+        for i in range(p.steps)
+        for offset in at
+    ]
+    base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes)
+    scales = d.Buffer(base, d.select(valid, d.I32(rows * row_codes), d.I32(0)))
+    start = block * (WORKGROUP_COLUMNS * row_codes) + (k.wave * p.steps >> 1) * SCALE_STEP_BYTES
+    at = [start + h * g.moe_intermediate * row_codes for h in range(2)]
+    loads += [
+        lambda o=offset, i=i: scales.load(k.lane * 4 + i * SCALE_STEP_BYTES, d.I32, d.NT, scalar=o)
+        for offset in at
+        for i in range(p.up_words)
+    ]
+    return loads
 
-    def task(q: Any) -> None:
+
+def routed_up(k: _Launch, slots: Any, first: list[Any]) -> None:
+    """Tasks (slot, 32 intermediate columns), from the last workgroup on; waits for nothing more than the route.
+
+    Scaled 16x16x128 MFMA on fp4, each wave its eighth of K; waves summed in order; silu(g) * u in f32, quantised to
+    MXFP4 (RCEIL) and put to INTER for the rows that picked the slot. The next task's loads are issued while this
+    one's registers are consumed.
+    """
+    d, p, g = k.d, k.plan, k.g
+
+    def task(q: Any, *held: Any) -> list[Any]:
         slot, block = d.unsigned_divide(q, p.mx_blocks)
-        expert, nibbles = _slot_entry(k, slot)
-        weights, scales = _load_up(k, expert, block)
-        tiles = _multiply_up(k, weights, scales)
-        _store_tiles(k, k.up, tiles)
+        _, nibbles = _slot_entry(k, slot)
+        loads = load_up(k, slots, q + g.blocks) if p.up_rounds > 1 else []
+        accs, following = _multiply_up(k, list(held), loads)
+        _store_tiles(k, k.up, accs)
         d.barrier()
         _publish_up(k, block, nibbles)
-        d.barrier()
+        if p.up_rounds > 1:
+            d.barrier()  # before the next task's tiles
+        return following
 
-    d.for_range(g.blocks - 1 - k.block, tasks, g.blocks, [], lambda q: task(q))
+    start = g.blocks - 1 - k.block
+    if p.up_rounds > 1:
+        d.for_range(start, slots * p.mx_blocks, g.blocks, first, task)
+    else:
+        with k.at(d.compare("ult", start, slots * p.mx_blocks)):
+            task(start, *first)
 
 
-def _load_up(k: _Launch, expert: Any, block: Any) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Weights [tile][step] and scale words [gate or up][word] of 32 intermediate columns for this wave's steps."""
+def _multiply_up(k: _Launch, held: list[Any], loads: list[Callable[[], Any]]) -> tuple[list[Any], list[Any]]:
+    """Accumulators of the four tiles over this wave's steps, ascending; `held` are the values of `load_up`.
+
+    `loads` (the next task's, or none) are issued in the order in which `held` is consumed; returns their values too.
+    """
     d, p, g = k.d, k.plan, k.g
-    rows, row_bytes = 2 * g.moe_intermediate, g.hidden // 2
-    weight_base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes)
-    start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * TILE_STEP_BYTES) + k.lane * 16
-    weights = []
-    for half in range(2):
-        for tile in range(TILES):
-            at = start + half * g.moe_intermediate * row_bytes + tile * MFMA_ROWS * row_bytes
-            weights.append(
-                [d.load(weight_base, at + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT) for i in range(p.steps)]
-            )
-    row_codes = g.hidden // MX_BLOCK
-    scale_base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes)
-    pairs = max(1, p.steps // 2)
-    first = (k.wave * p.steps >> 1) * SCALE_STEP_BYTES
-    start = block * (WORKGROUP_COLUMNS * row_codes) + first + k.lane * 4
-    scales = []
-    for half in range(2):
-        at = start + half * g.moe_intermediate * row_codes
-        words = [d.load(scale_base, at + i * SCALE_STEP_BYTES, d.I32, d.NT) for i in range(pairs)]
-        if p.steps == 1:  # two waves share a word: the odd one's codes are its upper half
-            words = [d.shift_right_logical(w, (k.wave & 1) * 16) for w in words]
-        scales.append(words)
-    return weights, scales
-
-
-def _multiply_up(k: _Launch, weights: list[list[Any]], scales: list[list[Any]]) -> list[Any]:
-    """Accumulators of the four tiles over this wave's steps, ascending."""
-    d, p, g = k.d, k.plan, k.g
+    tiles = 2 * TILES
+    weights, scales = held[: tiles * p.steps], held[tiles * p.steps :]
+    following: list[Any] = []
+    if p.steps == 1:  # two waves share a scale word: the odd one's codes are its upper half
+        scales = [d.shift_right_logical(w, (k.wave & 1) * 16) for w in scales]
     code_at = k.lane_t * k.code_row + k.group * (g.hidden // MX_STEP) + k.wave * p.steps
     if p.steps == 1:
         codes = [d.zext(k.x_codes.load(code_at, d.I8), d.I32)]
     else:
         codes = [k.x_codes.load(code_at + 4 * i, d.I32) for i in range(p.steps // 4)]
-    accs = [d.zero_acc() for _ in weights]
+    accs = [d.zero_acc() for _ in range(tiles)]
     for i in range(p.steps):
         at = k.lane_t * k.up_row + (k.wave * p.steps + i) * (MX_STEP // 2) + k.group * 16
         x = k.x_words.load(at, d.vec(d.I32, 4))
-        for tile in range(len(weights)):
-            half, byte = divmod(tile, TILES)
-            accs[tile] = d.mfma_mxfp4(
-                weights[tile][i], x, accs[tile], scales[half][i // 2], 2 * (i % 2) + byte, codes[i // 4], i % 4
-            )
-    return accs
+        for tile in range(tiles):
+            half, part = divmod(tile, TILES)
+            scale = scales[half * p.up_words + i // 2]
+            weight = weights[i * tiles + tile]
+            accs[tile] = d.mfma_mxfp4(weight, x, accs[tile], scale, 2 * (i % 2) + part, codes[i // 4], i % 4)
+        following += [load() for load in loads[i * tiles : (i + 1) * tiles]]
+        d.compiler_fence()  # the next step's loads take the registers that this one freed
+    following += [load() for load in loads[tiles * p.steps :]]
+    return accs, following
 
 
 def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
