@@ -18,43 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-TARGET = "gfx950"
-FLYDSL_MIN = (0, 5, 0)  # tested range: FLYDSL_MIN <= version < FLYDSL_BELOW
-FLYDSL_BELOW = (0, 6, 0)
+from sgl_amd_mono.common.flydsl_version import flydsl_reasons
 
+TARGET = "gfx950"
 # FlyDSL asks the machine for its GPU unless the target is named; a build must not depend on the machine it runs on.
 os.environ.setdefault("FLYDSL_GPU_ARCH", TARGET)
 os.environ.setdefault("ARCH", TARGET)
-
-
-def flydsl_version() -> str:
-    """Version of the installed FlyDSL; raises ``RuntimeError`` when it is missing or outside the tested range."""
-    try:
-        import flydsl
-    except ImportError as error:
-        raise RuntimeError(
-            f"FlyDSL is not installed; needed: {_dotted(FLYDSL_MIN)} <= flydsl < {_dotted(FLYDSL_BELOW)}; "
-            f"fix: pip install 'flydsl>={_dotted(FLYDSL_MIN)},<{_dotted(FLYDSL_BELOW)}'"
-        ) from error
-    check_flydsl_version(flydsl.__version__)
-    return flydsl.__version__
-
-
-def check_flydsl_version(version: str) -> None:
-    """Raise ``RuntimeError`` unless ``version`` lies in the tested range."""
-    numbers = []
-    for part in version.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit())
-        numbers.append(int(digits) if digits else 0)
-    if not FLYDSL_MIN <= tuple(numbers) < FLYDSL_BELOW:
-        raise RuntimeError(
-            f"FlyDSL {version} is installed; needed: {_dotted(FLYDSL_MIN)} <= flydsl < {_dotted(FLYDSL_BELOW)}; "
-            f"fix: pip install 'flydsl>={_dotted(FLYDSL_MIN)},<{_dotted(FLYDSL_BELOW)}'"
-        )
-
-
-def _dotted(numbers: Sequence[int]) -> str:
-    return ".".join(str(n) for n in numbers)
 
 
 import flydsl.expr as fx  # noqa: E402  (after the target has been named)
@@ -447,7 +416,9 @@ def compile_kernel(body: Callable[..., None], name: str, abi: Sequence[tuple[str
     ``abi``: ordered (name, type) with type ``ptr``, ``i64`` or ``i32``; the body is called with these as keywords.
     Returns (ISA text, module text with the linked code object or ``None``); only ``binary=True`` needs ``ld.lld``.
     """
-    flydsl_version()
+    reasons = flydsl_reasons()
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
     with _compile_lock, _create_mlir_context() as context, ir.Location.unknown(context):
         module, binary_pass = _lowered(body, name, abi, grid, block, hints or {})
         isa = _isa_text(module)
