@@ -15,8 +15,8 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-TEST_CACHE_VARIABLE = "SGL_AMD_MONO_TEST_CACHE"
-CACHE_VARIABLES = {"SGL_AMD_MONO_CACHE_DIR": "mono", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl", "TRITON_CACHE_DIR": "triton"}
+TEST_CACHE_VARIABLE = "SGLANG_AMD_MONO_TEST_CACHE"
+CACHE_VARIABLES = {"SGLANG_AMD_MONO_CACHE_DIR": "mono", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl", "TRITON_CACHE_DIR": "triton"}
 KFD_TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 GFX950_TARGET_VERSION = "90500"  # gfx_target_version of the kernel driver: 9 * 10000 + 5 * 100 + 0
 
@@ -91,4 +91,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def kernel_cache() -> Path:
     """The folder of built kernels that all workers of this session share."""
-    return Path(os.environ["SGL_AMD_MONO_CACHE_DIR"])
+    return Path(os.environ["SGLANG_AMD_MONO_CACHE_DIR"])

@@ -46,7 +46,7 @@ ARGUMENT_BYTES = {"ptr": 8, "i64": 8, "i32": 4}
 TARGET = "gfx950"
 VGPR_MAX = 256  # 512 threads = 2 waves a SIMD, which share 512 registers
 LDS_MAX = 160 * 1024
-CACHE_ENV = "SGL_AMD_MONO_CACHE_DIR"
+CACHE_ENV = "SGLANG_AMD_MONO_CACHE_DIR"
 CACHE_FORMAT = 1
 
 
@@ -346,7 +346,7 @@ def checked_arguments(name: str, abi: Abi, isa: str) -> tuple[tuple[Argument, ..
 
 
 def default_cache_dir() -> Path:
-    """``$SGL_AMD_MONO_CACHE_DIR``, else ``$XDG_CACHE_HOME/sgl_amd_mono/kernels`` (``~/.cache``)."""
+    """``$SGLANG_AMD_MONO_CACHE_DIR``, else ``$XDG_CACHE_HOME/sgl_amd_mono/kernels`` (``~/.cache``)."""
     named = os.environ.get(CACHE_ENV)
     if named:
         return Path(named)

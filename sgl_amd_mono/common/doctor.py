@@ -190,8 +190,8 @@ def check_c_compiler() -> Check:
 
 
 def cache_dir() -> Path:
-    """Folder of built kernels: SGL_AMD_MONO_CACHE_DIR, or sgl_amd_mono below XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("SGL_AMD_MONO_CACHE_DIR")
+    """Folder of built kernels: SGLANG_AMD_MONO_CACHE_DIR, or sgl_amd_mono below XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("SGLANG_AMD_MONO_CACHE_DIR")
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_amd_mono"
@@ -205,7 +205,7 @@ def check_cache() -> Check:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        fix = "set SGL_AMD_MONO_CACHE_DIR to a writable folder"
+        fix = "set SGLANG_AMD_MONO_CACHE_DIR to a writable folder"
         return Check("cache", False, f"{folder}: {error.strerror or error}", need, fix)
     return Check("cache", True, str(folder), need)
 

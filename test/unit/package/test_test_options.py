@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(CONFTEST, folder / "conftest.py")
     (folder / "test_it.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  full: long\n  gfx950: GPU\n")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "SGL_AMD_MONO_"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "SGLANG_AMD_MONO_"))}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-s", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -80,11 +80,11 @@ def test_the_session_s_cache_goes_and_a_chosen_one_stays(tmp_path: Path):
     result = run(tmp_path, "-k", "cache")
     folder = Path(result.stdout.split("CACHE=")[1].split()[0])
     assert not folder.exists()
-    os.environ["SGL_AMD_MONO_TEST_CACHE"] = str(tmp_path / "kept")
+    os.environ["SGLANG_AMD_MONO_TEST_CACHE"] = str(tmp_path / "kept")
     try:
         environment_kept = tmp_path / "kept" / "mono" / "probe"
         shutil.copy(CONFTEST, tmp_path / "conftest.py")
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "cache"], cwd=tmp_path, timeout=120, check=True)
         assert environment_kept.exists()
     finally:
-        del os.environ["SGL_AMD_MONO_TEST_CACHE"]
+        del os.environ["SGLANG_AMD_MONO_TEST_CACHE"]
