@@ -66,6 +66,7 @@ REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS"
 WAITS = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL")  # what a launch waits for, in order
 CROSS_WAITS = ("AR", "RLOG", "FINAL")  # the waits on other ranks
 
+SLOT_BASE = 128  # tag slot of layer 0
 WAVES = 8
 LANES = 64
 THREADS = WAVES * LANES
@@ -298,9 +299,20 @@ class LayerKey(BuildKey):
     model: ClassVar[str] = "qwen38_a95b"
     launch: ClassVar[str] = "layer"
     abi: ClassVar[Abi] = ABI
+    slot_base: ClassVar[int] = SLOT_BASE
+    region_names: ClassVar[tuple[str, ...]] = REGION_NAMES
+    readonly: ClassVar[frozenset[str]] = frozenset(
+        name for name, kind in ABI if kind == "ptr" and name not in ("out", "residual_out", "scratch")
+    )
 
     def __post_init__(self) -> None:
         Plan(self.geometry, self.width)
+
+    def scratch_regions(self) -> dict[str, tuple[int, int]]:
+        return {n: (r.offset, r.nbytes) for n, r in scratch_regions(self.geometry, self.width).items()}
+
+    def peer_regions(self) -> dict[str, tuple[int, int]]:
+        return {n: (r.offset, r.nbytes) for n, r in peer_regions(self.geometry).items()}
 
     @property
     def grid(self) -> int:

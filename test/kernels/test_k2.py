@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K2 at the small geometry on the simulator: every stage against its definition, ranks and widths bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from helpers import k2_bench as kb
+
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
+
+WEIGHT_SEED, INPUT_SEED = 11, 12
+ROWS = 8
+PADS = {5: (1,), 7: (0, 6)}  # widths with pad rows, and which
+ADVERSARIAL_SEEDS = 24
+full = pytest.mark.full
+
+
+def geometry(tp: int) -> Geometry:
+    return Geometry.small(tp)
+
+
+@cache
+def weights(tp: int) -> list[kb.RankWeights]:
+    return kb.random_weights(geometry(tp), WEIGHT_SEED)
+
+
+@cache
+def inputs(tp: int, width: int) -> kb.Inputs:
+    """The first `width` of eight seeded rows, some of them pad rows."""
+    step = kb.random_inputs(geometry(tp), ROWS, INPUT_SEED).rows(range(width))
+    for i, pad in enumerate(PADS.get(width, ())):
+        step.row_index[pad] = -(i % 2)
+        for core in step.cores:
+            core[pad] = float("nan")
+    return step
+
+
+@cache
+def launch(tp: int, width: int, memory: str = "consistent", seed: int = 0) -> kb.Result:
+    bench = kb.Bench(geometry(tp), weights(tp), memory=memory, seed=seed)
+    return bench.run(inputs(tp, width), last=1)
+
+
+@cache
+def expected(tp: int, width: int) -> naive.LayerTrace:
+    return kb.definition(geometry(tp), weights(tp), inputs(tp, width))
+
+
+def live(tp: int, width: int) -> torch.Tensor:
+    return inputs(tp, width).row_index > 0
+
+
+CASES = [
+    pytest.param(tp, width, memory, seed, marks=() if unmarked else full, id=f"tp{tp}-s{width}-{memory}-{seed}")
+    for tp, width, memory, seed, unmarked in [
+        *((2, w, "consistent", 0, w in (1, 2, 5, 8)) for w in range(1, 9)),
+        *((1, w, "consistent", 0, w in (1, 7)) for w in range(1, 9)),
+        *((2, 1 + s % 8, "adversarial", s, s in (0, 6)) for s in range(ADVERSARIAL_SEEDS)),
+    ]
+]
+stages = pytest.mark.parametrize(("tp", "width", "memory", "seed"), CASES)
+
+
+def assert_ulps(got: torch.Tensor, want: torch.Tensor, most: int, share: float, what: str) -> None:
+    """Every element within `most` bf16 steps, at most `share` of them different."""
+    steps = kb.ulps(got, want)
+    worst = int(steps.max())
+    assert worst <= most, f"{what}: {worst} bf16 steps at {(steps == worst).nonzero()[0].tolist()}, allowed {most}"
+    assert float((steps > 0).double().mean()) <= share, f"{what}: {float((steps > 0).double().mean()):.4f} differ"
+
+
+@stages
+def test_no_wait_was_lost(tp: int, width: int, memory: str, seed: int) -> None:
+    assert not any(f.failed for f in launch(tp, width, memory, seed).faults)
+
+
+@stages
+def test_residual(tp: int, width: int, memory: str, seed: int) -> None:
+    result, want = launch(tp, width, memory, seed), expected(tp, width)
+    assert_ulps(result.residual[0], want.residual, 1, 0.01, "residual")
+
+
+@stages
+def test_normed_rows(tp: int, width: int, memory: str, seed: int) -> None:
+    result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
+    assert kb.relative_l2(result.x()[rows], want.x[rows]) <= 1e-3
+
+
+@stages
+def test_logits(tp: int, width: int, memory: str, seed: int) -> None:
+    result, rows = launch(tp, width, memory, seed), live(tp, width)
+    want = naive.logits(result.x(), weights(tp)[0].tensors["w_router"])
+    assert_ulps(result.logits()[rows], want[rows], 1, 0.02, "logits from the kernel's own x")
+    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, 0.1, "logits")
+
+
+@stages
+def test_route(tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(tp, width, memory, seed)
+    ids, route_weights = naive.route(result.logits(), geometry(tp).top_k, live(tp, width))
+    for rank in range(tp):
+        got_ids, got_weights = result.route(rank)
+        assert torch.equal(got_ids, ids)
+        assert float((got_weights - route_weights).abs().max()) <= 1e-6
+
+
+@stages
+def test_intermediates(tp: int, width: int, memory: str, seed: int) -> None:
+    for rank in range(tp):
+        got, want = kb.inter_given_x(launch(tp, width, memory, seed), inputs(tp, width), rank)
+        assert kb.relative_l2(got, want) <= 1e-2
+        assert float((got != want).double().mean()) <= 0.01
+
+
+@stages
+def test_output_from_the_kernels_own_stages(tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(tp, width, memory, seed)
+    assert_ulps(result.out[0], kb.out_given_stages(result, inputs(tp, width)), 2, 0.01, "out")
+
+
+@stages
+def test_end_to_end(tp: int, width: int, memory: str, seed: int) -> None:
+    result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
+    for t in rows.nonzero().flatten().tolist():
+        assert kb.relative_l2(result.out[0][t], want.out[t]) <= 2e-2
+
+
+@stages
+def test_pad_rows_are_zero(tp: int, width: int, memory: str, seed: int) -> None:
+    result, pads = launch(tp, width, memory, seed), ~live(tp, width)
+    for out, residual in zip(result.out, result.residual, strict=True):
+        assert not out[pads].any()
+        assert not residual[pads].any()
+        assert not out.isnan().any()
+
+
+@stages
+def test_ranks_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(tp, width, memory, seed)
+    for rank in range(1, tp):
+        assert torch.equal(result.out[rank], result.out[0])
+        assert torch.equal(result.residual[rank], result.residual[0])
+        assert torch.equal(result.logits(rank), result.logits(0))
+
+
+@stages
+def test_widths_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) -> None:
+    """A live row has the bits that it has in the launch of eight rows, whatever else is in the step."""
+    result, widest, rows = launch(tp, width, memory, seed), launch(tp, ROWS), live(tp, width)
+    assert torch.equal(result.out[0][rows], widest.out[0][:width][rows])
+    assert torch.equal(result.residual[0][rows], widest.residual[0][:width][rows])
+
+
+@pytest.mark.parametrize(
+    "order", [(7, 6, 5, 4, 3, 2, 1, 0), pytest.param((3, 3, 3, 0), marks=full), pytest.param((5,), marks=full)]
+)
+def test_a_row_does_not_depend_on_its_neighbours(order: tuple[int, ...]) -> None:
+    """Rows in another order, repeated, alone: each keeps its bits."""
+    bench = kb.Bench(geometry(2), weights(2))
+    result, widest = bench.run(inputs(2, ROWS).rows(order)), launch(2, ROWS)
+    index = torch.tensor(order)
+    assert torch.equal(result.out[0], widest.out[0][index])
+    assert torch.equal(result.residual[0], widest.residual[0][index])
+
+
+def test_launches_follow_each_other_in_the_same_buffers() -> None:
+    """Layers and steps, both parities, several widths in one peer buffer: no stale pair is taken for a new one."""
+    bench = kb.Bench(geometry(2), weights(2), memory="adversarial", seed=3)
+    for epoch, slot, width in [(1, 128, 2), (1, 129, 2), (2, 128, 1), (2, 129, 1), (3, 128, 2)]:
+        step = inputs(2, ROWS).rows([(epoch + slot + t) % ROWS for t in range(width)])
+        result = bench.run(step, epoch=epoch, slot=slot)
+        for t in range(width):
+            assert torch.equal(result.out[1][t], launch(2, ROWS).out[1][(epoch + slot + t) % ROWS])
+
+
+def test_warm_up_launch_touches_nothing() -> None:
+    bench = kb.Bench(geometry(2), weights(2))
+    result = bench.run(inputs(2, 2), mode=0)
+    assert all(out.isnan().all() for out in result.out + result.residual)
+    assert not any(p.any() for p in bench.peers)
+    assert not any(s.any() for s in bench.scratch[2])
+
+
+def test_ties_and_nans_in_the_logits() -> None:
+    """Equal router rows tie (the lower expert wins); an expert whose logit is NaN is taken last."""
+    g = geometry(1)
+    own = [kb.RankWeights(dict(weights(1)[0].tensors))]
+    router = own[0].tensors["w_router"].clone()
+    router[[9, 21]] = router[3]
+    router[[30, 31]] = -router[3]
+    router[5] = float("nan")
+    own[0].tensors["w_router"] = router
+    step = inputs(1, ROWS).rows(range(4))
+    result = kb.Bench(g, own).run(step)
+    logits = result.logits()
+    assert logits[:, 5].isnan().all()
+    assert torch.equal(logits[:, 3], logits[:, 21])
+    ids, route_weights = naive.route(logits, g.top_k, step.row_index > 0)
+    got_ids, got_weights = result.route()
+    assert torch.equal(got_ids, ids)
+    assert float((got_weights - route_weights).abs().max()) <= 1e-6
+    tied = [t for t in range(4) if {3, 9} <= set(ids[t].tolist()) or {30, 31} <= set(ids[t].tolist())]
+    assert tied, "no row picked a tie: choose another seed"
+
+
+def test_hops() -> None:
+    """At most 3 cross-GPU and 2 device hand-offs in a row."""
+    report = kb.Bench(geometry(2), weights(2)).run(inputs(2, 1)).report
+    assert report.longest_cross_hops == 3, report.hop_chain
+    assert report.longest_device_hops == 2, report.hop_chain
