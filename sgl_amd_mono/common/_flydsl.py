@@ -424,7 +424,14 @@ def compile_kernel(body: Callable[..., None], name: str, abi: Sequence[tuple[str
         isa = _isa_text(module)
         if not binary:
             return isa, None
-        PassManager.parse(f"builtin.module({binary_pass})").run(module.operation)
+        try:
+            PassManager.parse(f"builtin.module({binary_pass})").run(module.operation)
+        except Exception as error:  # MLIR reports the linker's absence with the whole module behind it
+            raise RuntimeError(
+                f"{name}: the code object could not be linked ({str(error).splitlines()[0]}); needed: ld.lld in "
+                f"$ROCM_PATH/llvm/bin (ROCM_PATH is {os.environ.get('ROCM_PATH', 'not set')}); fix: use ROCm's image, "
+                f"or set ROCM_PATH"
+            ) from error
         return isa, str(module)
 
 
