@@ -58,7 +58,7 @@ def weight_reasons(tensor: torch.Tensor | None, weight: Weight, device: torch.de
         wrong.append(
             reason(
                 weight.name,
-                f"storage offset {tensor.storage_offset()} elements, address {tensor.data_ptr():#x}",
+                f"storage offset {tensor.storage_offset()}, {tensor.data_ptr() % LOAD_BYTES} bytes past an aligned one",
                 f"an address that is a multiple of {LOAD_BYTES} bytes",
                 "start without what packs this weight into a larger tensor",
             )

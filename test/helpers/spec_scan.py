@@ -58,7 +58,7 @@ def imported_names(source: str, root: Path) -> list[tuple[int, str, str]]:
 def undeclared_imports(
     source: str, root: Path, declared: dict[str, tuple[str, ...]], groups: Iterable[str]
 ) -> list[str]:
-    """SGLang names of `imported_names` that no declaration covers. `groups`: entry-point groups, which look like paths."""
+    """SGLang names that no declaration covers. `groups`: entry-point groups, which look like module paths."""
     tops = {module: {n.partition("(")[0].split(".")[0] for n in names} for module, names in declared.items()}
     wrong = []
     for line, module, name in imported_names(source, root):
