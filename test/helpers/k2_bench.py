@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -56,11 +56,18 @@ class RankWeights:
 
     tensors: dict[str, torch.Tensor]
 
-    def naive(self) -> naive.LayerWeights:
+    keep_experts: bool = True  # hold the float64 experts (not at true size)
+
+    @cached_property
+    def _experts(self) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
         t = self.tensors
         experts = naive.LayerWeights.from_shuffled(t["w13"], t["w13_scale"], t["w2"], t["w2_scale"])
+        return cache(experts) if self.keep_experts else experts
+
+    def naive(self) -> naive.LayerWeights:
+        t = self.tensors
         return naive.LayerWeights(
-            t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], cache(experts)
+            t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], self._experts
         )
 
 
@@ -298,6 +305,16 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
+
+
+def likely_experts(geometry: Geometry, weights: Sequence[RankWeights], inputs: Inputs, more: int) -> list[int]:
+    """Experts among the `top_k + more` largest logits of any live row, by the definition; no expert is read."""
+    named = [w.naive() for w in weights]
+    live = inputs.row_index > 0
+    reduced = naive.all_reduce([naive.o_partial(c, w.w_o) for c, w in zip(inputs.cores, named, strict=True)])
+    _, x = naive.norm(reduced, inputs.residual, named[0].norm_w, geometry.eps)
+    ids, _ = naive.route(naive.logits(x, named[0].w_router), geometry.top_k + more, live)
+    return sorted(set(ids.flatten().tolist()) - {-1})
 
 
 def definition(geometry: Geometry, weights: Sequence[RankWeights], inputs: Inputs) -> naive.LayerTrace:

@@ -189,6 +189,27 @@ class Plan:
         require(g.tp <= MAX_ROWS, f"tp = {g.tp}, at most {MAX_ROWS}")
         require(g.norm_partials <= g.blocks, f"{g.norm_partials} norm workgroups > {g.blocks}")
 
+    # ---- output projection
+    @property
+    def project_blocks(self) -> int:
+        """Workgroups with output projection tasks: those that get no routed-up task, where these are the larger part.
+
+        So every workgroup streams about the same bytes at one row, where the routed-up tasks do not go round.
+        """
+        free = self.geometry.blocks - self.slots * self.mx_blocks
+        return free if 2 * free >= self.geometry.blocks else self.geometry.blocks
+
+    @property
+    def project_tasks(self) -> tuple[int, int]:
+        """(a, r): workgroup b computes a + 1 tasks of 16 hidden columns where b < r, else a."""
+        return divmod(self.geometry.hidden // MFMA_ROWS, self.project_blocks)
+
+    @property
+    def project_tiles(self) -> int:
+        """Most output projection tasks of a workgroup."""
+        each, more = self.project_tasks
+        return each + (more > 0)
+
     # ---- norm and shared expert
     @property
     def row_pairs(self) -> int:
@@ -227,8 +248,8 @@ class Plan:
 
     @property
     def extra_rows(self) -> int:
-        """Most further rows of a workgroup: the rank's router rows and the shared gate's, from the last workgroup."""
-        return -(-(self.geometry.router_rows + 1) // self.geometry.blocks)
+        """Most further rows of a workgroup: the rank's router rows and the shared gate's."""
+        return -(-(self.geometry.router_rows + 1) // self.project_blocks)
 
     # ---- experts
     @property
@@ -297,7 +318,7 @@ class LayerKey(BuildKey):
     stop: bool = True
 
     model: ClassVar[str] = "qwen38_a95b"
-    launch: ClassVar[str] = "layer"
+    launch: ClassVar[str] = "k2"
     abi: ClassVar[Abi] = ABI
     slot_base: ClassVar[int] = SLOT_BASE
     region_names: ClassVar[tuple[str, ...]] = REGION_NAMES
@@ -391,7 +412,7 @@ class _Launch:
             "ids": 4 * ROUTE_WORDS * s,
             "weights": 4 * ROUTE_WORDS * s,
             "table": 8 * p.slots,  # slot -> (expert, nibble t: the pick of row t, or NOT_PICKED)
-            "partial": WAVES * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of o_proj, then of the shared down
+            "partial": WAVES * max(TILES, p.project_tiles) * s * MFMA_ROWS * 4,  # cross-wave sums of o_proj, then of the shared down
             "dots": (p.shared_rows + p.extra_rows) * s * p.unit_waves * 4,
             "x_words": s * up_row,  # x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
@@ -435,20 +456,27 @@ class _Launch:
                 with self.at(self.below(index, count)):
                     body(index)
 
-    def push_pairs(self, region_name: str, region: Any, value: Callable[[Any, Any], Any]) -> None:
-        """Push a bf16 pair `value(t, pair)` of each row and column pair of this workgroup to every rank's region.
+    def push_pairs(
+        self, region_name: str, region: Any, first: Any, tiles: int, value: Callable[[Any, Any], Any], count: Any = None
+    ) -> None:
+        """Push a bf16 pair `value(t, pair)` of each row and column pair of `tiles` tiles to every rank's region.
 
-        Item i = (destination rank, row, pair): the pairs of a row are adjacent stores.
+        `first` is the pair's number in a hidden row where the tiles start; tiles from `count` on (uniform; None: all
+        are there) are left out. Item i = (destination rank, row, pair): the pairs of a row are adjacent stores.
         """
         d, s, g = self.d, self.s, self.g
-        pairs = WORKGROUP_COLUMNS // 2
+        pairs = tiles * MFMA_ROWS // 2
 
         def push(i: Any) -> None:
-            pair = i & (pairs - 1)
-            to, t = d.unsigned_divide(i >> (pairs.bit_length() - 1), s)
+            rest, pair = d.unsigned_divide(i, pairs)
+            to, t = d.unsigned_divide(rest, s)
             base = d.load(self.a["peers"], to * 8, d.I64) + self.peer_offset[region_name]
-            index = (self.a["rank"] * MAX_ROWS + t) * (g.hidden // 2) + self.block * pairs + pair
-            self.sync.put(region, index, value(t, pair), base=base)
+            index = (self.a["rank"] * MAX_ROWS + t) * (g.hidden // 2) + first + pair
+            if count is None:
+                self.sync.put(region, index, value(t, pair), base=base)
+            else:
+                with self.at(self.below(pair >> 3, count)):
+                    self.sync.put(region, index, value(t, pair), base=base)
 
         self.spread(pairs * s * g.tp, push)
 
@@ -500,11 +528,12 @@ def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
 
 
 def project(k: _Launch) -> list[Any]:
-    """Output projection of 32 hidden columns a workgroup (all workgroups; waits for nothing).
+    """Output projection: 16-row tasks of w_o [H, C], adjacent ones a workgroup; waits for nothing.
 
-    Two 16-row tasks of w_o [H, C], K cut in eighths over the waves; f32 accumulators, not yet summed over the waves.
+    K is cut in eighths over the waves; f32 accumulators, not yet summed over the waves. A task that a workgroup does
+    not have reads from a buffer of no bytes.
     """
-    d, g = k.d, k.g
+    d, p, g = k.d, k.plan, k.g
     columns = g.core_width // WAVES
     start = k.wave * columns + k.group * 8
     words = d.vec(d.I32, 4)
@@ -512,25 +541,44 @@ def project(k: _Launch) -> list[Any]:
         d.load(k.a["core"], (k.lane_t * g.core_width + start) * 2 + 2 * MFMA_K * step, words)
         for step in range(columns // MFMA_K)
     ]
+    first, count = _project_share(k)
     weights = []
-    for tile in range(TILES):
-        row = k.block * WORKGROUP_COLUMNS + tile * MFMA_ROWS + k.lane_row
-        offset = (row * g.core_width + start) * 2
-        weights.append([d.load(k.a["w_o"], offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
+    for tile in range(p.project_tiles):
+        size = d.I32(2 * g.hidden * g.core_width)
+        if count is not None:
+            size = d.select(k.below(d.I32(tile), count), size, d.I32(0))
+        rows = d.Buffer(k.a["w_o"], size)
+        offset = (((first + tile) * MFMA_ROWS + k.lane_row) * g.core_width + start) * 2
+        weights.append([rows.load(offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
     tiles = []
-    for tile in range(TILES):
+    for tile in weights:
         acc = d.zero_acc()
-        for a, b in zip(weights[tile], core, strict=True):
+        for a, b in zip(tile, core, strict=True):
             acc = d.mfma_bf16(a, b, acc)
         tiles.append(acc)
     return tiles
 
 
+def _project_share(k: _Launch) -> tuple[Any, Any]:
+    """(first task, number of tasks) of this workgroup; the number is None where it is the same for all."""
+    d, p = k.d, k.plan
+    each, more = p.project_tasks
+    if not more and p.project_blocks == k.g.blocks:
+        return k.block * each, None
+    extra = d.select(k.below(k.block, more), k.block, d.I32(more))
+    count = d.select(k.below(k.block, more), d.I32(each + 1), d.I32(each))
+    return k.block * each + extra, d.select(k.below(k.block, p.project_blocks), count, d.I32(0))
+
+
 def publish_projection(k: _Launch, tiles: list[Any]) -> None:
-    """Sum the waves' eighths in order 0..7, round to bf16, push to AR of every rank (all workgroups)."""
+    """Sum the waves' eighths in order 0..7, round to bf16, push to AR of every rank (workgroups with tasks)."""
     _store_tiles(k, k.partial, tiles)
     k.sync.leave_if_failed()  # holds the barrier that the sums below need
-    k.push_pairs("AR", k.ar, lambda t, pair: k.d.pack_bf16(*_wave_pair(k, t, pair)))
+    first, count = _project_share(k)
+    n = len(tiles)
+    k.push_pairs(
+        "AR", k.ar, first * (MFMA_ROWS // 2), n, lambda t, pair: k.d.pack_bf16(*_wave_pair(k, t, pair, n)), count
+    )
 
 
 def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
@@ -541,12 +589,12 @@ def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
             region.store(acc, at)
 
 
-def _wave_pair(k: _Launch, t: Any, pair: Any) -> tuple[Any, Any]:
-    """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial`."""
+def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, Any]:
+    """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial`, which holds `tiles` tiles a wave."""
     d = k.d
     tile, row = pair >> 3, (pair & 7) * 2
     at = (tile * k.s + t) * (4 * MFMA_ROWS) + row * 4
-    stride = TILES * k.s * 4 * MFMA_ROWS
+    stride = tiles * k.s * 4 * MFMA_ROWS
     total = k.sum_waves(k.partial, lambda w: at + w * stride, WAVES)
     return d.vector_element(total, 0), d.vector_element(total, 1)
 
@@ -624,7 +672,8 @@ def load_row_weights(k: _Launch) -> _RowWeights:
     for i in range(p.extra_rows):
         row = _extra_row(k, i)
         mine = k.equal(wave_group, i % p.wave_groups) & d.compare("ule", row, d.I32(g.router_rows))
-        router_row = d.zext(k.a["rank"] * g.router_rows + row, d.I64) * d.I64(2 * g.hidden)
+        own_row = d.select(mine, row, d.I32(0))
+        router_row = d.zext(k.a["rank"] * g.router_rows + own_row, d.I64) * d.I64(2 * g.hidden)
         is_gate = k.equal(row, g.router_rows)
         base = d.select(is_gate, k.a["w_sg"], k.a["w_router"] + router_row)
         size = d.select(mine, d.I32(2 * g.hidden), d.I32(0))
@@ -641,7 +690,8 @@ def _unit_column(k: _Launch, j: int) -> Any:
 
 def _extra_row(k: _Launch, i: int) -> Any:
     """This workgroup's i-th further row: a router row of the rank, then the shared gate's, then none."""
-    return (k.g.blocks - 1 - k.block) + k.g.blocks * i
+    last = k.plan.project_blocks - 1
+    return k.d.select(k.d.compare("ule", k.block, k.d.I32(last)), last - k.block + (last + 1) * i, k.d.I32(1 << 20))
 
 
 def await_norm(k: _Launch) -> None:
@@ -1255,7 +1305,7 @@ def publish_output(k: _Launch) -> None:
             parts.append(d.fma(gate, d.bf16_round(shared), total))
         return d.pack_bf16(*parts)
 
-    k.push_pairs("FINAL", k.final, value)
+    k.push_pairs("FINAL", k.final, k.block * (WORKGROUP_COLUMNS // 2), TILES, value)
 
 
 # ---- 7: all-reduce --------------------------------------------------------------------------------------------------

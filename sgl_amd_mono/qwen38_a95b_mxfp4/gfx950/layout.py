@@ -101,10 +101,11 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_mxfp4(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Float64 values [.., K] of packed uint8 [.., K/2] and codes uint8 [.., K/32] (both unshuffled)."""
-    table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64)
-    nibbles = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
-    scale = torch.exp2(codes.double() - 127.0).repeat_interleave(MX_BLOCK, dim=-1)
-    return table[nibbles.long()] * scale
+    signed = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64)
+    byte = torch.arange(256)
+    pairs = torch.stack([signed[byte & 0xF], signed[byte >> 4]], dim=-1)
+    blocks = pairs[packed.int()].reshape(*codes.shape, MX_BLOCK)
+    return (blocks * torch.exp2(codes.double() - 127.0).unsqueeze(-1)).flatten(-2)
 
 
 def dequantize_shuffled(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
