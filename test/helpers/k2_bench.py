@@ -66,9 +66,7 @@ class RankWeights:
 
     def naive(self) -> naive.LayerWeights:
         t = self.tensors
-        return naive.LayerWeights(
-            t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], self._experts
-        )
+        return naive.LayerWeights(t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], self._experts)
 
 
 def random_weights(geometry: Geometry, seed: int, experts: Callable[[int], Sequence[int]] | None = None):
@@ -236,8 +234,9 @@ class Bench:
         return self.scratch[width]
 
     def run(self, inputs: Inputs, *, epoch: int = 1, slot: int = SLOT, last: int = 0, mode: int = 1,
-            deadline: int = DEADLINE, program=None, codes=None) -> Result:  # fmt: skip
-        """One launch on every rank; `program` (all ranks) or `codes` (one a rank) replace the built code."""
+            deadline: int = DEADLINE, program=None, codes=None, slots=None) -> Result:  # fmt: skip
+        """One launch on every rank; `program` (all ranks) or `codes` (one a rank) replace the built code, `slots`
+        (one a rank) the tag slot."""
         from sgl_amd_mono.sim import Launch
 
         g, width = self.geometry, inputs.width
@@ -266,7 +265,7 @@ class Bench:
                 "core": inputs.cores[rank].data_ptr(), "residual": residual.data_ptr(), "out": out.data_ptr(),
                 "residual_out": residual_out.data_ptr(), "row_index": row_index.data_ptr(),
                 "scratch": scratch[rank].data_ptr(), "peers": self.table.data_ptr(),
-                "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "layer_slot": slot,
+                "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "layer_slot": slots[rank] if slots else slot,
                 "mode": mode, "last": last,
             }  # fmt: skip
             kernargs = built.pack([values[a.name] for a in built.arguments])
@@ -319,9 +318,7 @@ def likely_experts(geometry: Geometry, weights: Sequence[RankWeights], inputs: I
 
 def definition(geometry: Geometry, weights: Sequence[RankWeights], inputs: Inputs) -> naive.LayerTrace:
     """The naive layer over the same tensors."""
-    return naive.layer_post(
-        inputs.cores, inputs.residual, [w.naive() for w in weights], inputs.row_index, geometry
-    )
+    return naive.layer_post(inputs.cores, inputs.residual, [w.naive() for w in weights], inputs.row_index, geometry)
 
 
 def out_given_stages(result: Result, inputs: Inputs) -> torch.Tensor:

@@ -412,7 +412,11 @@ class _Launch:
             "ids": 4 * ROUTE_WORDS * s,
             "weights": 4 * ROUTE_WORDS * s,
             "table": 8 * p.slots,  # slot -> (expert, nibble t: the pick of row t, or NOT_PICKED)
-            "partial": WAVES * max(TILES, p.project_tiles) * s * MFMA_ROWS * 4,  # cross-wave sums of o_proj, then of the shared down
+            "partial": WAVES
+            * max(TILES, p.project_tiles)
+            * s
+            * MFMA_ROWS
+            * 4,  # cross-wave sums of o_proj, then of the shared down
             "dots": (p.shared_rows + p.extra_rows) * s * p.unit_waves * 4,
             "x_words": s * up_row,  # x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]

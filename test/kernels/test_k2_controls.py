@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Negative controls of K2's gates: a planted mistake must turn a gate red, and the unchanged kernel keeps it green."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from helpers import k2_bench as kb
+
+from sgl_amd_mono.common.build import compile_artifact
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer
+
+GEOMETRY = Geometry.small(2)
+WIDTH = 2
+DEADLINE = 100_000  # 1 ms of the virtual clock
+SEEDS = range(20)
+SEEN_AT_LEAST = 19
+full = pytest.mark.full
+
+
+@cache
+def weights() -> list[kb.RankWeights]:
+    return kb.random_weights(GEOMETRY, 41)
+
+
+@cache
+def inputs() -> kb.Inputs:
+    return kb.random_inputs(GEOMETRY, WIDTH, 42)
+
+
+@cache
+def good() -> kb.Result:
+    return kb.Bench(GEOMETRY, weights()).run(inputs())
+
+
+def run(program=None, *, seed: int = 0, memory: str = "adversarial", **arguments) -> bool:
+    """Whether the launch is right: no simulator fault, no lost wait, the bits of the good launch."""
+    from sgl_amd_mono.sim import SimFault
+
+    bench = kb.Bench(GEOMETRY, weights(), memory=memory, seed=seed)
+    try:
+        result = bench.run(inputs(), program=program, deadline=DEADLINE, **arguments)
+    except SimFault:
+        return False
+    return not any(f.failed for f in result.faults) and all(torch.equal(o, good().out[0]) for o in result.out)
+
+
+def lines() -> list[str]:
+    return kb.artifact(GEOMETRY, WIDTH).isa.splitlines()
+
+
+def line_of(pattern: str, after: int = 0) -> int:
+    """Number (from 1) of the first ISA line past `after` that matches."""
+    for number, text in enumerate(lines()[after:], after + 1):
+        if re.search(pattern, text):
+            return number
+    raise AssertionError(f"no line matches {pattern} after line {after}")
+
+
+def z_store() -> int:
+    return line_of(r"global_store_short .* sc1")
+
+
+def without_store_wait():
+    """The wait for z's stores before their flag is dropped."""
+    return kb.code(GEOMETRY, WIDTH).delete(line_of(r"s_waitcnt vmcnt\(0\)", z_store()))
+
+
+def without_load_wait():
+    """The waits between the loads of w_o and their first MFMA are dropped."""
+    first = line_of(r"v_mfma_f32_16x16x32_bf16")
+    program = kb.code(GEOMETRY, WIDTH)
+    start = line_of(r"global_load_dwordx4|buffer_load_dwordx4")
+    for number in range(first, start, -1):
+        if re.search(r"s_waitcnt vmcnt", lines()[number - 1]):
+            program = program.delete(number)
+    return program
+
+
+def with_plain_z():
+    """z stored without a scope."""
+    text = lines()[z_store() - 1].strip()
+    return kb.code(GEOMETRY, WIDTH).replace(re.escape(text), text.replace(" sc1", ""))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=full)])
+def test_the_unchanged_kernel_is_right(seed: int) -> None:
+    assert run(seed=seed)
+
+
+@full
+@pytest.mark.parametrize("mistake", [without_store_wait, without_load_wait, with_plain_z])
+def test_a_dropped_wait_is_seen(mistake) -> None:
+    program = mistake()
+    seen = sum(not run(program, seed=seed) for seed in SEEDS)
+    assert seen >= SEEN_AT_LEAST, f"{mistake.__name__}: seen in {seen} of {len(SEEDS)} seeds"
+
+
+@pytest.mark.parametrize("mistake", [without_store_wait, without_load_wait, with_plain_z])
+def test_a_dropped_wait_is_seen_in_three_seeds(mistake) -> None:
+    program = mistake()
+    assert any(not run(program, seed=seed) for seed in range(3))
+
+
+def test_a_swapped_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waves summed from the last to the first: the bits are no longer those of the stated order."""
+    forward = layer._Launch.sum_waves
+
+    def backward(self, region, offset, count):
+        return forward(self, region, lambda w: offset(count - 1 - w), count)
+
+    monkeypatch.setattr(layer._Launch, "sum_waves", backward)
+    from sgl_amd_mono.sim import CodeObject
+
+    swapped = CodeObject.parse(compile_artifact(layer.LayerKey(geometry=GEOMETRY, width=WIDTH, stop=False)).isa)
+    monkeypatch.undo()
+    assert run(memory="consistent")
+    assert not run(swapped, memory="consistent")
+
+
+def test_a_wrong_scale_byte_is_seen() -> None:
+    """One code of a picked expert's w2, as the kernel reads it, differs from what the definition holds."""
+    ids, _ = good().route()
+    wrong = [kb.RankWeights(dict(w.tensors)) for w in weights()]
+    codes = wrong[1].tensors["w2_scale"].clone()
+    codes[int(ids[0, 0]), 5, 2] += 3
+    wrong[1].tensors["w2_scale"] = codes
+    result = kb.Bench(GEOMETRY, wrong).run(inputs())
+    result.bench.weights = weights()
+    worst = int(kb.ulps(result.out[0], kb.out_given_stages(result, inputs())).max())
+    assert worst > 2
+    assert int(kb.ulps(good().out[0], kb.out_given_stages(good(), inputs())).max()) <= 2
+
+
+def test_swapped_experts_are_seen() -> None:
+    """Route weights of two picks exchanged in the definition: the gate on `out` fails."""
+    result = good()
+    ids, route_weights = result.route()
+    exchanged = route_weights.clone()
+    exchanged[:, [0, 1]] = route_weights[:, [1, 0]]
+    named = weights()[0].naive()
+    packed, codes = result.inter(0)
+    right = kb.naive.routed_down(packed, codes, ids, route_weights, named.experts, GEOMETRY.hidden)
+    wrong = kb.naive.routed_down(packed, codes, ids, exchanged, named.experts, GEOMETRY.hidden)
+    assert float((kb.ulps(right, wrong) > 2).double().mean()) > 0.5
+
+
+def test_a_wrong_tag_is_seen() -> None:
+    """One rank launches another layer's slot: its tags match nobody's, every rank leaves with a record."""
+    bench = kb.Bench(GEOMETRY, weights())
+    result = bench.run(inputs(), slots=[kb.SLOT, kb.SLOT + 1], deadline=DEADLINE)
+    assert all(f.failed for f in result.faults)
+    assert {r.launch for f in result.faults for r in f.records} <= {kb.SLOT, kb.SLOT + 1}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K2's emitted code: resources of every width, the scopes of its hand-offs, and what a build refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from helpers import k2_bench as kb
+
+from sgl_amd_mono.common.geometry import GeometryError
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
+    ABI,
+    LayerKey,
+    peer_bytes,
+    peer_regions,
+    scratch_bytes,
+    scratch_regions,
+)
+
+SGPR_SPILLS_MAX = 16
+TRUE = Geometry.a95b(8)
+BUILDS = [
+    pytest.param(g, w, id=f"{g.name}-tp{g.tp}-s{w}", marks=() if (g.name, w) in unmarked else pytest.mark.full)
+    for g in (TRUE, Geometry.small(1), Geometry.small(2))
+    for w in range(1, 9)
+    for unmarked in [{("qwen38-a95b", 1), ("qwen38-a95b", 8), ("small", 8)}]
+]
+
+
+@pytest.mark.parametrize(("geometry", "width"), BUILDS)
+def test_resources(geometry: Geometry, width: int) -> None:
+    found = kb.artifact(geometry, width).resources
+    assert found.refusals() == []
+    assert found.sgpr_spills <= SGPR_SPILLS_MAX
+    assert found.agprs == 0
+
+
+@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
+def test_scopes_of_hand_offs(geometry: Geometry) -> None:
+    """Pairs are single 8-byte accesses: sc1 inside the GPU, sc0 sc1 between GPUs; z goes and comes with sc1."""
+    isa = kb.artifact(geometry, 1).isa
+    pairs = re.findall(r"global_(load|store)_dwordx2 [^\n]*?((?: sc0)?(?: sc1)?)(?: nt)?\n", isa)
+    loads = {scope.strip() for kind, scope in pairs if kind == "load"}
+    stores = {scope.strip() for kind, scope in pairs if kind == "store"}
+    assert stores == {"sc1", "sc0 sc1"}, "a pair is stored without a scope"
+    assert loads <= {"sc1", "sc0 sc1", ""}
+    assert re.search(r"buffer_load_dwordx4 [^\n]* sc1\n", isa)
+    assert re.search(r"global_store_short [^\n]* sc1\n", isa)
+    assert not re.search(r"global_store_short [^\n]*, off(?: offset:\d+)?\n", isa)
+
+
+@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
+def test_weights_are_streamed_once(geometry: Geometry) -> None:
+    """Every 16-byte weight load carries nt; experts are multiplied by the scaled MFMA on fp4, never converted to bf16."""
+    isa = kb.artifact(geometry, 1).isa
+    assert len(re.findall(r"_load_dwordx4 [^\n]* nt\n", isa)) >= 16
+    assert re.search(r"v_mfma_scale_f32_16x16x128_f8f6f4 [^\n]*cbsz:4 blgp:4", isa)
+    assert "v_cvt_scalef32_pk_bf16_fp4" not in isa
+
+
+def test_regions_do_not_overlap_and_are_inside() -> None:
+    for geometry in (TRUE, Geometry.small(1), Geometry.small(2)):
+        for width in range(1, 9):
+            assert_disjoint(scratch_regions(geometry, width), scratch_bytes(geometry, width))
+        assert_disjoint(peer_regions(geometry), peer_bytes(geometry))
+
+
+def assert_disjoint(regions, total: int) -> None:
+    top = 0
+    for name, span in regions.items():
+        assert span.offset >= top, name
+        assert span.offset % 256 == 0, name
+        top = span.offset + span.nbytes
+    assert top <= total
+
+
+def test_the_abi_names_every_pointer_once() -> None:
+    names = [name for name, _ in ABI]
+    assert len(set(names)) == len(names)
+    assert dict(ABI)["deadline_ticks"] == "i64"
+    assert LayerKey.readonly.isdisjoint({"out", "residual_out", "scratch"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": 64}, r"32 columns x 64 workgroups = 2048"),
+        ({"shared_intermediate_total": 544}, r"17 / 4 = 4 remainder 1"),
+        ({"moe_intermediate_total": 384}, r"moe_intermediate / 256"),
+        ({"top_k": 15}, r"top_k = 15"),
+        ({"experts": 1024}, r"experts = 1024, at most 512"),
+    ],
+)
+def test_a_geometry_that_does_not_divide_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        LayerKey(geometry=Geometry.small(1).with_(**change), width=1)
+
+
+@pytest.mark.parametrize("width", [0, 9])
+def test_a_width_out_of_range_is_refused(width: int) -> None:
+    with pytest.raises(GeometryError, match=f"width = {width}"):
+        LayerKey(geometry=Geometry.small(1), width=width)
