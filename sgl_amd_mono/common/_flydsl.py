@@ -207,10 +207,11 @@ def load(ptr: ir.Value, like: Any, *, align: int, scope: str | None = None, nont
     return wrap(op.result, like)
 
 
-def store(value: Any, ptr: ir.Value, *, align: int, scope: str | None = None, volatile: bool = False) -> None:
+def store(value: Any, ptr: ir.Value, *, align: int, scope: str | None = None, volatile: bool = False,
+          nontemporal: bool = False) -> None:
     """Store to a pointer; with ``scope`` a relaxed atomic (``""`` = system)."""
     if scope is None:
-        llvm.StoreOp(raw(value), ptr, alignment=align, volatile_=volatile)
+        llvm.StoreOp(raw(value), ptr, alignment=align, volatile_=volatile, nontemporal=nontemporal)
     else:
         llvm.StoreOp(raw(value), ptr, alignment=align, ordering=_ORDERING.monotonic, syncscope=scope or None)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -48,6 +49,8 @@ VGPR_MAX = 256  # 512 threads = 2 waves a SIMD, which share 512 registers
 LDS_MAX = 160 * 1024
 CACHE_ENV = "SGLANG_AMD_MONO_CACHE_DIR"
 CACHE_FORMAT = 1
+LOCK_LIMIT_S = 1800.0  # a build takes seconds; a lock held this long has a stopped holder
+LOCK_POLL_S = 0.05
 
 
 class BuildError(RuntimeError):
@@ -200,12 +203,16 @@ def build(key: BuildKey, *, binary: bool = False, cache_dir: Path | None = None)
     entry = folder / f"{key.name}-{cache_key(key)[:24]}{'-bin' if binary else ''}.json"
     artifact = _load(entry)
     if artifact is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.with_suffix(".lock")):
+        with _named_folder(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = contextlib.ExitStack()
+            lock.enter_context(_locked(entry.with_suffix(".lock")))
+        with lock:
             artifact = _load(entry)
             if artifact is None:
                 artifact = compile_artifact(key, binary=binary)
-                _write(entry, artifact)
+                with _named_folder(folder):
+                    _write(entry, artifact)
     refuse_resources(artifact)
     return artifact
 
@@ -345,13 +352,18 @@ def checked_arguments(name: str, abi: Abi, isa: str) -> tuple[tuple[Argument, ..
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def default_cache_dir() -> Path:
-    """``$SGLANG_AMD_MONO_CACHE_DIR``, else ``$XDG_CACHE_HOME/sgl_amd_mono/kernels`` (``~/.cache``)."""
+def cache_root() -> Path:
+    """``$SGLANG_AMD_MONO_CACHE_DIR``, else ``$XDG_CACHE_HOME/sgl_amd_mono`` or ``~/.cache/sgl_amd_mono``."""
     named = os.environ.get(CACHE_ENV)
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "sgl_amd_mono" / "kernels"
+    return Path(base) / "sgl_amd_mono"
+
+
+def default_cache_dir() -> Path:
+    """Folder of built kernels: ``kernels`` below ``cache_root()``."""
+    return cache_root() / "kernels"
 
 
 def cache_key(key: BuildKey) -> str:
@@ -429,11 +441,42 @@ def _write(entry: Path, artifact: Artifact) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Exclusive file lock; the system drops it when its holder dies."""
+def _locked(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+    """Exclusive file lock; the system drops it when its holder dies. ``BuildError`` when it stays held for
+    ``limit_s`` seconds."""
+    end = time.monotonic() + limit_s
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise BuildError(
+                        f"another process has been building for {limit_s:g} s and holds {path}; needed: that it ends; "
+                        f"fix: look for a stopped process (fuser {path}), or set {CACHE_ENV} to another folder"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def _named_folder(folder: Path) -> Iterator[None]:
+    """Turn the system's refusal to write the cache into a ``BuildError`` that names folder and fix."""
+    try:
+        yield
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise BuildError(
+            f"the kernel cache {folder} cannot be written ({error.strerror}); needed: a writable folder; "
+            f"fix: set {CACHE_ENV} to one"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.ENOSPC):
+            raise
+        raise BuildError(
+            f"the kernel cache {folder} cannot be written ({error.strerror}); needed: a writable folder with room; "
+            f"fix: set {CACHE_ENV} to one"
+        ) from error

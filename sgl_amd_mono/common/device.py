@@ -195,7 +195,7 @@ def store(value: Any, base: fx.Int64, byte_offset: Any, cache: Cache = PLAIN, co
         carrier = {1: I8, 2: I16, 4: I32, 8: I64}[size]
         fly.store(bitcast(value, carrier), pointer, align=size, scope=_LLVM_SCOPE[cache])
     else:
-        fly.store(value, pointer, align=size)
+        fly.store(value, pointer, align=size, nontemporal=cache is NT)
 
 
 BUFFER_FLAGS = 0x27000  # raw descriptor, 32-bit data format: the word 3 that LLVM and FlyDSL use on gfx9

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sgl_amd_mono import FLAGS, FLYDSL_TESTED, SPECS, __version__
+from sgl_amd_mono.common.build import cache_root
 from sgl_amd_mono.common.flydsl_version import installed, release
 
 PYTHON_NEEDED = (3, 11)
@@ -190,11 +191,8 @@ def check_c_compiler() -> Check:
 
 
 def cache_dir() -> Path:
-    """Folder of built kernels: SGLANG_AMD_MONO_CACHE_DIR, or sgl_amd_mono below XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("SGLANG_AMD_MONO_CACHE_DIR")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_amd_mono"
+    """Folder below which kernels and the simulator's library are cached (`build.cache_root`)."""
+    return cache_root()
 
 
 def check_cache() -> Check:

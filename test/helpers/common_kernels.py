@@ -292,7 +292,7 @@ class OpsKey(BuildKey):
 
 @dataclass(frozen=True)
 class AccessKey(BuildKey):
-    """Copies 512 words by every width and cache policy; one 2 KiB slice of ``out`` a form (see ``forms``)."""
+    """Copies one 2 KiB slice of ``src`` to ``out`` by each width and cache policy (see ``forms``)."""
 
     model: ClassVar[str] = "test"
     launch: ClassVar[str] = "access"
@@ -321,19 +321,19 @@ class AccessKey(BuildKey):
             region = lds.take(self.slice_bytes)
             for number, (path, size, policy) in enumerate(self.forms()):
                 kind, cache = kinds[size], d.Cache[policy]
-                target = out + d.I64(number * self.slice_bytes)
+                source, target = (base + d.I64(number * self.slice_bytes) for base in (src, out))
                 threads = self.slice_bytes // size
                 for first in range(0, threads, self.block):
                     unit = tid + first
                     with d.if_(d.compare("ult", unit, d.I32(threads))):
                         place = unit * size
                         if path == "global":
-                            d.store(d.load(src, place, kind, cache), target, place, cache)
+                            d.store(d.load(source, place, kind, cache), target, place, cache)
                         elif path == "buffer":
                             d.Buffer(target, self.slice_bytes).store(
-                                d.Buffer(src, self.slice_bytes).load(place, kind, cache), place, cache)
+                                d.Buffer(source, self.slice_bytes).load(place, kind, cache), place, cache)
                         else:
-                            region.store(d.load(src, place, kind), place)
+                            region.store(d.load(source, place, kind), place)
                 if path == "lds":
                     d.barrier()
                     for first in range(0, threads, self.block):

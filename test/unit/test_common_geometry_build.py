@@ -233,3 +233,33 @@ def test_a_killed_builder_leaves_nothing_behind(tmp_path: Path) -> None:
     assert heir.exitcode == 0
     assert len(list(cache.glob("*.json"))) == 1
     assert len(log.read_text().split()) == 2
+
+
+def test_a_held_lock_ends_with_its_name(tmp_path: Path) -> None:
+    lock = tmp_path / "k.lock"
+    needed = pytest.raises(BuildError, match=r"holds .*k\.lock; needed: that it ends; fix:")
+    with building._locked(lock), needed, building._locked(lock, limit_s=0.1):
+        raise AssertionError("two holders")
+    with building._locked(lock):  # given back
+        pass
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    monkeypatch.setattr(building, "compile_artifact", lambda key, binary: artifact_of())
+    with pytest.raises(BuildError, match=r"cannot be written .* fix: set SGLANG_AMD_MONO_CACHE_DIR"):
+        building.build(Key(), cache_dir=file)
+    with pytest.raises(BuildError, match=r"cannot be written .* fix: set SGLANG_AMD_MONO_CACHE_DIR"):
+        building.build(Key(), cache_dir=file / "below")
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_AMD_MONO_CACHE_DIR", "/named")
+    assert building.default_cache_dir() == Path("/named/kernels")
+    monkeypatch.delenv("SGLANG_AMD_MONO_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert building.default_cache_dir() == Path("/xdg/sgl_amd_mono/kernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert building.default_cache_dir() == Path("/home/someone/.cache/sgl_amd_mono/kernels")
