@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from sgl_amd_mono.common.refusals import by_layer, reason
+
 UNKNOWN = object()  # env_value of a variable that this SGLang does not have
 
 
@@ -347,19 +349,17 @@ class StatePools:
 
     def _bind(self, pool: Any) -> None:
         slots = int(pool.mamba_pool.size) + 1  # slot 0 is reserved for padding
-        reasons: list[str] = []
+        reasons: dict[int, list[str]] = {layer: [] for layer in self._layers}
         states = {}
         for layer in self._layers:
             cache = pool.mamba2_layer_cache(layer)
             if cache.replayssm_d is not None:
-                reasons.append(
-                    f"layer {layer}: found a ReplaySSM ring; needed: states updated in place; fix: start without "
-                    "--enable-linear-replayssm"
-                )
+                fix = "start without --enable-linear-replayssm"
+                reasons[layer].append(reason("states", "a ReplaySSM ring", "states updated in place", fix))
             states[layer] = LayerState(cache.conv[0], cache.temporal)
-            reasons += self._check(layer, states[layer], slots)
-        if reasons:
-            raise StateLayoutError("the state pools do not fit the kernels:\n  - " + "\n  - ".join(reasons))
+            reasons[layer] += self._check(layer, states[layer], slots)
+        if lines := by_layer(reasons):
+            raise StateLayoutError("the state pools do not fit the kernels:\n  - " + "\n  - ".join(lines))
         self._states = states
 
     def __getitem__(self, layer: int) -> LayerState:

@@ -16,14 +16,6 @@ import sgl_amd_mono
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "triton", "flydsl", "transformers", "sgl_amd_mono.qwen38_a95b_mxfp4.spec", "sgl_amd_mono.sim")
-    "torch",
-    "triton",
-    "flydsl",
-    "transformers",
-    "numpy",
-    "sgl_amd_mono.qwen38_a95b_mxfp4.spec",
-    "sgl_amd_mono.sim",
-)
 
 # A contract module of the same shape as SGLang's, so that the process under test loads nothing of SGLang.
 CONTRACT = """
