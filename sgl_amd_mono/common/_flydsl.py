@@ -245,10 +245,7 @@ def make_buffer(base: Any, num_bytes: Any, flags: int) -> ir.Value:
 
 def lds_allocate(num_bytes: int, align: int) -> ir.Value:
     """One static LDS block of the kernel being traced, through FlyDSL's ``SharedAllocator``."""
-    current = KernelFunction.get_current()
-    allocator = current.shared_allocator_of_mono or fx.SharedAllocator(static=True)
-    current.shared_allocator_of_mono = allocator
-    storage = allocator.allocate(num_bytes, align)
+    storage = fx.SharedAllocator(static=True).allocate(num_bytes, align)
     return fx.to_llvm_ptr(storage._ptr)
 
 
@@ -321,12 +318,13 @@ class _TracedKernel:
     """Stands where FlyDSL expects its ``KernelFunction`` while a body is traced; ``SharedAllocator`` registers here."""
 
     def __init__(self) -> None:
-        self.shared_allocator_of_mono = None
+        self._allocated = False
 
     def register_shared_allocator(self, allocator: Any) -> None:
         """Called by ``SharedAllocator``; one a kernel."""
-        if self.shared_allocator_of_mono is not None:
-            raise RuntimeError("one SharedAllocator a kernel: allocate LDS through device.Lds only")
+        if self._allocated:
+            raise RuntimeError("one Lds a kernel: a second one would not share its bytes; take regions of the first")
+        self._allocated = True
 
 
 def _trace(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]], grid: int, block: int) -> ir.Module:

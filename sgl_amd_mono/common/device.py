@@ -170,7 +170,7 @@ def load(base: fx.Int64, byte_offset: Any, like: Any, cache: Cache = PLAIN, cons
     pointer = address(base, byte_offset, constant)
     if cache in _LLVM_SCOPE:
         if size > ATOMIC_BYTES_MAX:
-            raise ValueError(f"a {cache.name} load of {size} bytes is not one access; needed: <= 8, or Buffer.load")
+            raise ValueError(f"{cache.name} load of {size} bytes is not one access; needed: <= 8, or Buffer.load")
         carrier = {1: I8, 2: I16, 4: I32, 8: I64}[size]
         return bitcast(fly.load(pointer, carrier, align=size, scope=_LLVM_SCOPE[cache]), like)
     return fly.load(pointer, like, align=size, nontemporal=cache is NT)
@@ -191,7 +191,7 @@ def store(value: Any, base: fx.Int64, byte_offset: Any, cache: Cache = PLAIN, co
     pointer = address(base, byte_offset, constant)
     if cache in _LLVM_SCOPE:
         if size > ATOMIC_BYTES_MAX:
-            raise ValueError(f"a {cache.name} store of {size} bytes is not one access; needed: <= 8, or Buffer.store")
+            raise ValueError(f"{cache.name} store of {size} bytes is not one access; needed: <= 8, or Buffer.store")
         carrier = {1: I8, 2: I16, 4: I32, 8: I64}[size]
         fly.store(bitcast(value, carrier), pointer, align=size, scope=_LLVM_SCOPE[cache])
     else:

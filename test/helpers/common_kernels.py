@@ -343,3 +343,34 @@ class AccessKey(BuildKey):
                     d.barrier()
 
         return kernel
+
+
+@dataclass(frozen=True)
+class GreedyKey(BuildKey):
+    """Holds ``vectors`` x 4 registers across a barrier: past 256 registers the compiler must spill."""
+
+    vectors: int = 8
+    lds_bytes: int = 0
+    model: ClassVar[str] = "test"
+    launch: ClassVar[str] = "greedy"
+    abi: ClassVar[Abi] = (("x", "ptr"), ("out", "ptr"))
+    grid: ClassVar[int] = 1
+    block: ClassVar[int] = 512
+
+    def body(self) -> Callable[..., None]:
+        from sgl_amd_mono.common import device as d
+
+        def kernel(x: Any, out: Any) -> None:
+            tid = d.thread_id()
+            held = [d.load(x, tid * 16, d.vec(d.I32, 4), constant=8192 * i) for i in range(self.vectors)]
+            if self.lds_bytes:
+                region = d.Lds(self.lds_bytes).take(self.lds_bytes)
+                region.store(tid, tid * 4)
+                d.barrier()
+                tid = region.load((511 - tid) * 4, d.I32)
+            d.compiler_fence()
+            d.barrier()
+            for i, value in enumerate(reversed(held)):
+                d.store(value, out, tid * 16, constant=8192 * i)
+
+        return kernel
