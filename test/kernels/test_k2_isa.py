@@ -53,7 +53,7 @@ def test_scopes_of_hand_offs(geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
 def test_weights_are_streamed_once(geometry: Geometry) -> None:
-    """Every 16-byte weight load carries nt; experts are multiplied by the scaled MFMA on fp4, never converted to bf16."""
+    """Weight loads carry nt; experts are multiplied by the scaled MFMA on fp4, never converted to bf16."""
     isa = kb.artifact(geometry, 1).isa
     assert len(re.findall(r"_load_dwordx4 [^\n]* nt\n", isa)) >= 16
     assert re.search(r"v_mfma_scale_f32_16x16x128_f8f6f4 [^\n]*cbsz:4 blgp:4", isa)

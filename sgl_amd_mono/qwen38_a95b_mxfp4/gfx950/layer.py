@@ -412,11 +412,8 @@ class _Launch:
             "ids": 4 * ROUTE_WORDS * s,
             "weights": 4 * ROUTE_WORDS * s,
             "table": 8 * p.slots,  # slot -> (expert, nibble t: the pick of row t, or NOT_PICKED)
-            "partial": WAVES
-            * max(TILES, p.project_tiles)
-            * s
-            * MFMA_ROWS
-            * 4,  # cross-wave sums of o_proj, then of the shared down
+            # cross-wave sums of the output projection, then of the shared down
+            "partial": WAVES * max(TILES, p.project_tiles) * s * MFMA_ROWS * 4,
             "dots": (p.shared_rows + p.extra_rows) * s * p.unit_waves * 4,
             "x_words": s * up_row,  # x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
@@ -594,7 +591,7 @@ def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
 
 
 def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, Any]:
-    """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial`, which holds `tiles` tiles a wave."""
+    """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial` ([wave][tile][t][16])."""
     d = k.d
     tile, row = pair >> 3, (pair & 7) * 2
     at = (tile * k.s + t) * (4 * MFMA_ROWS) + row * 4
@@ -1042,22 +1039,24 @@ def load_up(k: _Launch, slots: Any, task: Any) -> list[Callable[[], Any]]:
     expert, _ = _slot_entry(k, slot)
     expert = d.select(valid, expert, d.I32(0))
     rows, row_bytes, row_codes = 2 * g.moe_intermediate, g.hidden // 2, g.hidden // MX_BLOCK
-    base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes)
-    weights = d.Buffer(base, d.select(valid, d.I32(rows * row_bytes), d.I32(0)))
+    # A scalar offset counts against the range check of a buffer of no bytes: there it is 0.
     start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * TILE_STEP_BYTES)
-    at = [start + (h * g.moe_intermediate + t * MFMA_ROWS) * row_bytes for h in range(2) for t in range(TILES)]
+    base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes) + d.zext(start, d.I64)
+    weights = d.Buffer(base, d.select(valid, rows * row_bytes - start, d.I32(0)))
+    at = [(h * g.moe_intermediate + t * MFMA_ROWS) * row_bytes for h in range(2) for t in range(TILES)]
+    at = [d.select(valid, d.I32(a), d.I32(0)) for a in at]
     loads = [
-        lambda o=offset, i=i: weights.load(k.lane * 16 + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT, scalar=o)
+        lambda i=i, a=a: weights.load(k.lane * 16 + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT, scalar=a)
         for i in range(p.steps)
-        for offset in at
+        for a in at
     ]
-    base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes)
-    scales = d.Buffer(base, d.select(valid, d.I32(rows * row_codes), d.I32(0)))
     start = block * (WORKGROUP_COLUMNS * row_codes) + (k.wave * p.steps >> 1) * SCALE_STEP_BYTES
-    at = [start + h * g.moe_intermediate * row_codes for h in range(2)]
+    base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes) + d.zext(start, d.I64)
+    scales = d.Buffer(base, d.select(valid, rows * row_codes - start, d.I32(0)))
+    at = [d.select(valid, d.I32(h * g.moe_intermediate * row_codes), d.I32(0)) for h in range(2)]
     loads += [
-        lambda o=offset, i=i: scales.load(k.lane * 4 + i * SCALE_STEP_BYTES, d.I32, d.NT, scalar=o)
-        for offset in at
+        lambda i=i, a=a: scales.load(k.lane * 4 + i * SCALE_STEP_BYTES, d.I32, d.NT, scalar=a)
+        for a in at
         for i in range(p.up_words)
     ]
     return loads

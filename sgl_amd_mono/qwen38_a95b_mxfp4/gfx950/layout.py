@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of MXFP4 weights as SGLang leaves them on gfx950, their inverses, and the activation quantiser (plain PyTorch).
+"""Layouts of MXFP4 weights as SGLang leaves them on gfx950, their inverses, the activation quantiser (plain PyTorch).
 
 An MXFP4 matrix of N rows and K columns is uint8 [N, K/2] (even column = low nibble, e2m1) and one e8m0 code, uint8
 [N, K/32], for each 32 columns of a row: value = e2m1 * 2^(code - 127).
