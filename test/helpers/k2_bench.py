@@ -265,8 +265,8 @@ class Bench:
                 "core": inputs.cores[rank].data_ptr(), "residual": residual.data_ptr(), "out": out.data_ptr(),
                 "residual_out": residual_out.data_ptr(), "row_index": row_index.data_ptr(),
                 "scratch": scratch[rank].data_ptr(), "peers": self.table.data_ptr(),
-                "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "mode": mode, "last": last,
-                "layer_slot": slots[rank] if slots else slot,
+                "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "mode": mode,
+                "layer_slot": slots[rank] if slots else slot, "last": last,
             }  # fmt: skip
             kernargs = built.pack([values[a.name] for a in built.arguments])
             launches.append(Launch(rank=rank, code=codes[rank], grid=built.grid, block=built.block, kernargs=kernargs))
