@@ -159,7 +159,10 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), reach * tensor.element_size()
 
 
-READONLY = ("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "conv_w", "a_log", "dt_bias", "gnorm_w", "state_index")
+READONLY = (
+    *("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "conv_w", "a_log", "dt_bias", "gnorm_w"),
+    *("state_index", "peers", "epoch"),
+)
 
 
 def map_case(machine, case: K1Case, rank: int = 0) -> None:

@@ -3,18 +3,19 @@
 
 Launch: `geometry.blocks` workgroups of 512 threads (8 waves), one a CU, all resident. Stages in launch order:
 
-=================  =====================  =============================  =================================================
-stage              workgroups / waves     waits for                      publishes
-=================  =====================  =============================  =================================================
-load_rows          all                    -                              -
-Weights.issue      all                    -                              - (the workgroup's weights, into registers)
-load_unit          waves with a unit      -                              - (state, conv windows, constants)
-norm               all                    one barrier                    residual_out (each column by one workgroup)
-in_proj            all                    one barrier                    PROJ (bf16 pairs), LEFT and BA (f32 K slices)
-gdn_unit           waves with a unit      "proj": q k v b a              ONRM: sum of squares of 8 outputs
-                                          "onrm": the head's sums, z     core rows, state, v conv window
-                                          "window": owners only          q and k conv windows
-=================  =====================  =============================  =================================================
+=================  ===================  ==========================  ==================================================
+stage              workgroups / waves   waits for                   publishes
+=================  ===================  ==========================  ==================================================
+load_rows          all                  -                           -
+Weights.issue      all                  -                           - (the workgroup's weights, into registers)
+load_unit          waves with a unit    -                           - (state, conv windows, constants)
+sums_of_squares    all                  -                           -
+normalise          all                  one barrier                 residual_out (each column by one workgroup)
+in_proj            all                  one barrier                 PROJ (bf16 pairs), LEFT and BA (f32 K slices)
+gdn_unit           waves with a unit    "proj": q k v b a           ONRM: sum of squares of 8 outputs
+                                        "onrm": the head's sums, z  core row, state rows, v conv windows
+                                        "window": owners only       q and k conv windows
+=================  ===================  ==========================  ==================================================
 
 A *unit* is (row of the step, value head, 8 value rows of the state); one wave computes one unit alone, so nothing but
 the two mailbox hops lies between the projections and the core. Every workgroup computes the norm of every row itself
@@ -22,8 +23,8 @@ the two mailbox hops lies between the projections and the core. Every workgroup 
 all units of a key head and written by one, its *owner* (first value head, first unit), after every one of those units
 has published its ONRM pair, which it can only do once it has used the window.
 
-in_proj: a workgroup computes `whole_tasks` 16-row groups over all of K, plus one K slice of a left-over group, plus (the
-first `ba_groups * ba_slices` workgroups) one K slice of an in_proj_ba group. Wave w owns columns
+in_proj: a workgroup computes `whole_tasks` 16-row groups over all of K, plus one K slice of a left-over group, plus
+(the first `ba_groups * ba_slices` workgroups) one K slice of an in_proj_ba group. Wave w owns columns
 w * hidden/8 .. of every row, in the norm as in the products, so x goes through LDS inside one wave only.
 
 Order of every float32 sum (none depends on the width or on another row):
@@ -105,18 +106,19 @@ L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 KEEP_Z_ROWS = 4  # up to here a lane keeps z of all rows in registers; above, hidden is parked in LDS
 # Vector registers that loads in flight may take at the start; the rest of 256 is for addresses and sums.
-LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 192, 176
+LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 184
 STEP_REGISTERS = 4  # vector registers of one 16 x 32 weight tile
 UNIT_REGISTERS = 48  # of a unit's state, windows and constants
 SCRATCH_ALIGN = 256
+WAVE_ORDER = tuple(range(8))  # in which the waves' products are added
 
 
 @dataclass(frozen=True)
 class GdnKey(BuildKey):
     """Build key of one K1: everything that the emitted code depends on besides the sources."""
 
-    geometry: Geometry = Geometry.a95b()
-    width: int = 1
+    geometry: Geometry
+    width: int
     first_layer: bool = False
     state_dtype: str = "float32"
     round_beta: bool = True
@@ -439,7 +441,7 @@ class Rows:
 
 
 def load_rows(c: _Front) -> Rows:
-    """All waves: hidden, residual and norm weight of the lane's columns, before any other load (they are used first)."""
+    """All waves: hidden, residual and norm weight of the lane's columns; first of all loads, as they are used first."""
     d = c.d
     words = c.lane_columns * BF16_BYTES // 4
     piece = min(words, 4)
@@ -492,8 +494,7 @@ class Unit:
 
 
 def load_unit(c: _Front, unit_round: Any) -> Unit:
-    """Waves with a unit: issue the loads of its state, conv windows and constants. Others load past an empty buffer:
-    zeros without traffic, and so do pad rows.
+    """Waves with a unit of a live row: issue the loads of its state, conv windows and constants.
 
     Unit n = workgroup + blocks * (wave + 8 * round): the units of a row lie in one round, so that no wait inside a
     round depends on a later one.
@@ -507,43 +508,52 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
     key_head, _ = d.unsigned_divide(head, g.heads_per_key)
     slot = d.uniform(d.load_uniform(a["state_index"], row * 4, d.I32))
     live = some & d.compare("sgt", slot, d.I32(0))
-    slot64 = d.zext(d.select(live, slot, d.I32(0)), d.I64)
+    slot64 = d.zext(slot, d.I64)
 
     half, lane32 = d.shift_right_logical(c.lane, d.I32(5)), c.lane & (HALF - 1)
     own_row = half * LANE_COLUMNS + (c.lane & (LANE_COLUMNS - 1))  # of the unit's 8, for v, z and outputs
     value_row = head * g.head_dim + unit * GDN_UNIT_ROWS
 
-    def buffer(base: Any) -> Any:
-        return d.Buffer(base, d.select(live, d.I32(0x7FFFFFFF), d.I32(0)))
-
-    # state: 16 bytes (f32) or 8 (bf16) of four columns, four rows a lane
     size = F32_BYTES if c.key.state_dtype == "float32" else BF16_BYTES
-    state_buffer = buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size))
+    state_buffer = d.Buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size))
     row_bytes = g.head_dim * size
     state_offset = (value_row + half * LANE_COLUMNS) * row_bytes + lane32 * (LANE_COLUMNS * size)
-    like = d.vec(d.I32, LANE_COLUMNS * size // 4)
-    state = [state_buffer.load(state_offset + i * row_bytes, like) for i in range(4)]
+    state_like = d.vec(d.I32, LANE_COLUMNS * size // 4)
 
-    # conv windows, any strides
-    conv_buffer = buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES))
+    conv_buffer = d.Buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES))
     channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
     channel = half * g.k_offset + key_head * g.head_dim + lane32 * LANE_COLUMNS
     v_channel = value_row + own_row + g.v_offset
-
-    def taps(first: Any) -> list[Any]:
-        return [conv_buffer.load(first + tap_stride * j, d.I16) for j in range(CONV_STATE_TAPS)]
-
     channel_bytes, v_channel_bytes = channel * channel_stride, v_channel * channel_stride
-    window = [taps(channel_bytes + channel_stride * i) for i in range(LANE_COLUMNS)]
-    v_window = taps(v_channel_bytes)
-
-    # constants
     tap_bytes = CONV_TAPS * BF16_BYTES
-    conv_w_buffer = buffer(a["conv_w"])
-    conv_w: list[Any] = []
-    for first in range(0, LANE_COLUMNS, 2):
-        words = c.words(conv_w_buffer.load((channel + first) * tap_bytes, d.vec(d.I32, 4)), 4)
-        conv_w += [words[:2], words[2:]]
+
+    def loads() -> list[Any]:
+        state = [state_buffer.load(state_offset + i * row_bytes, state_like) for i in range(LANE_COLUMNS)]
+        first = [channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
+        taps = [
+            conv_buffer.load(start + tap_stride * j, d.I16)
+            for start in [*first, v_channel_bytes]
+            for j in range(CONV_STATE_TAPS)
+        ]
+        conv_w = d.Buffer(a["conv_w"])
+        return [
+            *state,
+            *taps,
+            conv_w.load(channel * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load((channel + 2) * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load(v_channel * tap_bytes, d.vec(d.I32, 2)),
+            d.load(a["a_log"], head * F32_BYTES, d.F32),
+            d.load(a["dt_bias"], head * BF16_BYTES, d.I16),
+            d.load(a["gnorm_w"], (unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16),
+        ]
+
+    taps = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
+    like = [*[state_like] * LANE_COLUMNS, *[d.I16] * taps, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), d.F32, *[d.I16] * 2]
+    loaded = iter(d.if_else(live, loads, lambda: [d.fly.poison(kind) for kind in like], like))
+    state = [next(loaded) for _ in range(LANE_COLUMNS)]
+    window = [[next(loaded) for _ in range(CONV_STATE_TAPS)] for _ in range(LANE_COLUMNS)]
+    v_window = [next(loaded) for _ in range(CONV_STATE_TAPS)]
+    conv_words = [*c.words(next(loaded), 4), *c.words(next(loaded), 4)]
     return Unit(
         some=some,
         live=live,
@@ -554,11 +564,11 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
         state=state,
         window=window,
         v_window=v_window,
-        conv_w=conv_w,
-        v_conv_w=c.words(conv_w_buffer.load(v_channel * tap_bytes, d.vec(d.I32, 2)), 2),
-        a_log=buffer(a["a_log"]).load(head * F32_BYTES, d.F32),
-        dt_bias=buffer(a["dt_bias"]).load(head * BF16_BYTES, d.I16),
-        gnorm_w=buffer(a["gnorm_w"]).load((unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16),
+        conv_w=[conv_words[2 * i : 2 * i + 2] for i in range(LANE_COLUMNS)],
+        v_conv_w=c.words(next(loaded), 2),
+        a_log=next(loaded),
+        dt_bias=next(loaded),
+        gnorm_w=next(loaded),
         state_buffer=state_buffer,
         conv_buffer=conv_buffer,
         state_offset=state_offset,
@@ -619,12 +629,15 @@ class Weights:
 
         self.loaded: list[Any] = []
         self.steps = len(self.tiles)
-        words = c.lane_columns * BF16_BYTES // 4
-        kept = words * c.rows * (1 if c.key.first_layer else 2)
-        parked = kept if c.keep_z else words * c.rows
+        # Registers of the rows: as loaded (two bf16 a word), then z in f32, or the residual alone (hidden is parked).
+        words = c.lane_columns * BF16_BYTES // 4 * c.rows
+        loaded = words * (1 if c.key.first_layer else 2)
+        if c.keep_z:
+            early = middle = max(loaded, c.lane_columns * c.rows)
+        else:
+            early, middle = loaded, loaded - words
         free = (LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED) - UNIT_REGISTERS
-        self.early = max(0, min(self.steps, (free - kept) // STEP_REGISTERS))
-        self.middle = max(0, min(self.steps, (free - parked) // STEP_REGISTERS))
+        self.early, self.middle = (max(0, min(self.steps, (free - n) // STEP_REGISTERS)) for n in (early, middle))
 
     def issue(self, upto: int) -> None:
         """All waves: load tiles up to number `upto`."""
@@ -757,9 +770,10 @@ def publish_products(c: _Front, w: Weights, wave_bytes: int, task_bytes: int) ->
 
     def total(task: Any, rest: Any) -> Any:
         place = task * task_bytes + rest * F32_BYTES
-        value = c.lds["ACC"].load(place, d.F32)
-        for wave in range(1, g.waves):
-            value = value + c.lds["ACC"].load(place + wave * wave_bytes, d.F32)
+        parts = [c.lds["ACC"].load(place + wave * wave_bytes, d.F32) for wave in WAVE_ORDER]
+        value = parts[0]
+        for part in parts[1:]:
+            value = value + part
         return value
 
     def ba(chunk: Any) -> None:

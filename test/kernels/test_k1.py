@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1 as gfx950 instructions on the simulator against its definition, at the small geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.k1_gates import Before, failures, nothing_written, report, same_bits
+from helpers.k1_inputs import EPOCH, LAYER, K1Case, make_case, make_weights, run
+
+from sgl_amd_mono.common.build import compile_artifact
+from sgl_amd_mono.common.sync import tag_of
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+
+TP1, TP2 = Geometry.small(1), Geometry.small(2)
+full = pytest.mark.full
+PADS = {1: (0,), 2: (1,), 3: (1,), 4: (0, 2), 5: (4,), 6: (0, 5), 7: (3, 4), 8: (0, 2, 7)}
+
+# (width, first layer, state dtype, with pad rows) that `make test` runs; `make test-full` runs the whole product.
+SUBSET = {
+    (1, False, "float32", False),
+    (2, True, "bfloat16", True),
+    (3, False, "bfloat16", False),
+    (5, False, "float32", True),
+    (8, False, "float32", False),
+    (8, True, "float32", True),
+}
+PRODUCT = [
+    pytest.param(*row, marks=() if row in SUBSET else full, id="-".join(map(str, row)))
+    for row in (
+        (width, first, dtype, pads)
+        for width in range(1, 9)
+        for first in (False, True)
+        for dtype in ("float32", "bfloat16")
+        for pads in (False, True)
+    )
+]
+
+
+def checked(case: K1Case, **how: object) -> None:
+    """Run once and hold the gates."""
+    before, trace = Before.of(case), case.naive()
+    run(case, **how)
+    print(report(case, trace) if trace.live.any() else "pad rows only")
+    assert not failures(case, trace, before)
+    assert not case.fault.failed
+
+
+@pytest.mark.parametrize(("width", "first", "dtype", "pads"), PRODUCT)
+def test_against_the_definition(width: int, first: bool, dtype: str, pads: bool) -> None:
+    key = GdnKey(TP1, width, first_layer=first, state_dtype=dtype, stop=False)
+    checked(make_case(key, seed=width, pads=PADS[width] if pads else ()))
+
+
+@pytest.mark.parametrize("width", [pytest.param(w, marks=() if w in (1, 4) else full) for w in range(1, 9)])
+def test_left_over_slices_of_tp2(width: int) -> None:
+    """At TP 2 some z rows are left over: K slices, summed by the consumer."""
+    checked(make_case(GdnKey(TP2, width, stop=False), seed=20 + width, pads=(1,) if width > 2 else ()))
+
+
+@pytest.mark.parametrize("round_beta", [True, False])
+def test_round_beta_is_a_property_of_the_build(round_beta: bool) -> None:
+    """Each build agrees with its own definition, and the other one's core is further away."""
+    case = make_case(GdnKey(TP1, 1, round_beta=round_beta, stop=False), seed=3)
+    before, trace = Before.of(case), case.naive()
+    other = dataclasses.replace(case, key=dataclasses.replace(case.key, round_beta=not round_beta)).naive()
+    run(case)
+    assert not failures(case, trace, before)
+    distance = [(case.ssm_state[1:].double() - t.ssm_rows[0]).flatten(1).norm(dim=1).min() for t in (trace, other)]
+    assert distance[0] * 10 < distance[1]
+
+
+def test_free_strides_and_a_far_slot() -> None:
+    """Taps outermost in the conv pool, a gap between SSM slots."""
+    checked(make_case(GdnKey(TP1, 2, stop=False), seed=5, spread_strides=True))
+
+
+def test_pool_beyond_4_gib() -> None:
+    """The SSM pool spans more than 4 GiB; only the pages that are named exist."""
+    case = make_case(GdnKey(TP1, 2, stop=False), seed=6)
+    slots = 5000  # of 1 MiB
+    far = torch.empty(slots, *case.ssm_state.shape[1:])
+    assert far.numel() * far.element_size() > 2**32
+    conv = torch.zeros(slots, *case.conv_state.shape[1:], dtype=torch.bfloat16)
+    index = torch.tensor([4711, 3], dtype=torch.int32)
+    for row, slot in enumerate(index.tolist()):
+        far[slot] = case.ssm_state[case.state_index[row]]
+        conv[slot] = case.conv_state[case.state_index[row]]
+        for neighbour in (slot - 1, slot + 1):
+            far[neighbour] = 1.0
+    case = dataclasses.replace(case, state_index=index, ssm_state=far, conv_state=conv)
+    trace = case.naive()
+    conv_before = conv.clone()
+    run(case)
+    close = Before(conv_before[index.long()], torch.empty(0))
+    for row, slot in enumerate(index.tolist()):
+        assert (far[slot] - trace.ssm_rows[row]).norm() / trace.ssm_rows[row].norm() < 1e-3
+        assert same_bits(conv[slot, :, :2], close.conv[row, :, 1:])
+        for neighbour in (slot - 1, slot + 1):
+            assert bool((far[neighbour] == 1.0).all())
+    assert same_bits(case.residual_out, trace.residual_out)
+
+
+def outputs_by_row(case: K1Case) -> list[tuple[torch.Tensor, ...]]:
+    """What a launch left for each row: core, residual, conv slot, SSM slot."""
+    slots = case.state_index.long().clamp(min=0)
+    return [
+        (case.core[t].clone(), case.residual_out[t].clone(), case.conv_state[s].clone(), case.ssm_state[s].clone())
+        for t, s in enumerate(slots.tolist())
+    ]
+
+
+def select_rows(case: K1Case, rows: list[int], geometry: Geometry, **key: object) -> K1Case:
+    """A case of some rows of another one (fresh copies of the pools)."""
+    return dataclasses.replace(
+        case,
+        key=GdnKey(geometry, len(rows), stop=False, **key),
+        hidden=case.hidden[rows].clone(),
+        residual=None if case.residual is None else case.residual[rows].clone(),
+        state_index=case.state_index[rows].clone(),
+        conv_state=case.conv_state.clone(),
+        ssm_state=case.ssm_state.clone(),
+    )
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [pytest.param((1, 5), id="1-5"), pytest.param((1, 2, 3, 4, 5, 6, 7, 8), marks=full, id="all")],
+)
+@pytest.mark.parametrize("geometry", [TP1, pytest.param(TP2, marks=full)], ids=["tp1", "tp2"])
+def test_batch_invariance(geometry: Geometry, widths: tuple[int, ...]) -> None:
+    """Row 7 of an 8-row step, alone and beside any other rows, at every width and place: the same bits."""
+    case = make_case(GdnKey(geometry, 8, stop=False), seed=7)
+    whole = select_rows(case, list(range(8)), geometry)
+    run(whole)
+    want = outputs_by_row(whole)
+    for width in widths:
+        rows = [7, 2, 5, 0, 6, 1, 3, 4][:width] if width % 2 else [4, 0, 2, 7, 1, 3, 5, 6][-width:]
+        part = select_rows(case, rows, geometry)
+        run(part)
+        for place, row in enumerate(rows):
+            for name, a, b in zip(
+                ("core", "residual", "conv", "ssm"), outputs_by_row(part)[place], want[row], strict=True
+            ):
+                assert same_bits(a, b), f"width {width}, row {row} at place {place}: {name} differs"
+
+
+def test_other_rows_do_not_matter() -> None:
+    """NaN and huge values in the other rows leave a row's bits alone."""
+    case = make_case(GdnKey(TP1, 3, stop=False), seed=8)
+    clean = select_rows(case, [0, 1, 2], TP1)
+    run(clean)
+    dirty = select_rows(case, [0, 1, 2], TP1)
+    dirty.hidden[0], dirty.hidden[2] = float("nan"), 1e30
+    run(dirty)
+    for a, b in zip(outputs_by_row(clean)[1], outputs_by_row(dirty)[1], strict=True):
+        assert same_bits(a, b)
+
+
+def test_batch_invariance_sees_a_swapped_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the waves' sums added in another order at one width give other bits."""
+    from sgl_amd_mono.sim import CodeObject
+
+    case = make_case(GdnKey(TP1, 2, stop=False), seed=9)
+    alone = select_rows(case, [1], TP1)
+    run(alone)
+    monkeypatch.setattr(gdn, "WAVE_ORDER", tuple(reversed(range(8))))
+    swapped = select_rows(case, [0, 1], TP1)
+    run(swapped, code=CodeObject.parse(compile_artifact(swapped.key).isa))
+    assert not same_bits(outputs_by_row(swapped)[1][0], outputs_by_row(alone)[0][0])
+    assert same_bits(outputs_by_row(swapped)[1][1], outputs_by_row(alone)[0][1])
+
+
+def test_epochs_share_one_scratch() -> None:
+    """Three steps on one scratch, new inputs each: no value of an earlier step is taken."""
+    case = make_case(GdnKey(TP1, 2, stop=False), seed=10)
+    for step in range(3):
+        before, trace = Before.of(case), case.naive()
+        run(case)
+        assert not failures(case, trace, before), f"step {step}"
+        case.hidden, case.residual = case.hidden.flip(0).contiguous(), (case.residual * -0.5)
+        case.core.fill_(0)
+        case.epoch += 1
+
+
+def test_a_current_tag_is_believed() -> None:
+    """Negative control of the tags: pairs with this launch's tag in a scratch that was not zeroed corrupt the result."""
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=11)
+    before, trace = Before.of(case), case.naive()
+    pairs = case.scratch.view(torch.int32).view(-1, 2)
+    pairs[:, 0], pairs[:, 1] = 0x3F803F80, tag_of(EPOCH, LAYER)
+    run(case)
+    assert any("core" in line for line in failures(case, trace, before))
+
+
+@pytest.mark.parametrize("tag", [tag_of(EPOCH - 1, LAYER), tag_of(EPOCH, LAYER + 1), 0])
+def test_other_tags_are_not_believed(tag: int) -> None:
+    """Pairs of an earlier step or another layer, or never written, do not count."""
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=11)
+    pairs = case.scratch.view(torch.int32).view(-1, 2)
+    pairs[:, 0], pairs[:, 1] = 0x3F803F80, tag
+    checked(case)
+
+
+def test_warm_up_writes_nothing() -> None:
+    """mode 0 returns at once."""
+    case = make_case(GdnKey(TP1, 2, stop=False), seed=12)
+    before = Before.of(case)
+    run(case, mode=0)
+    assert not nothing_written(case, before)
+    assert not bool(case.scratch.any())
+
+
+def test_pad_rows_only() -> None:
+    """A step of pad rows writes zero core rows and no state; slot 0 (NaN) is not touched."""
+    checked(make_case(GdnKey(TP1, 2, stop=False), seed=13, pads=(0, 1)))
+
+
+class TestRefusals:
+    def test_arguments(self) -> None:
+        key = GdnKey(TP1, 2, stop=False)
+        case = make_case(key, seed=14)
+        good = {k: v for k, v in case.tensors().items() if k not in ("scratch", "peers", "epoch")}
+        gdn.check_args(key, **good)
+        bad = {
+            "w_qkvz": good["w_qkvz"][:-16],
+            "hidden": good["hidden"].float(),
+            "conv_w": good["conv_w"].t().contiguous().t(),
+            "state_index": good["state_index"].long(),
+            "ssm_state": good["ssm_state"].transpose(2, 3),
+            "conv_state": good["conv_state"][:, :-1],
+        }
+        for name, tensor in bad.items():
+            with pytest.raises(ValueError, match="found .*needed.*fix"):
+                gdn.check_args(key, **{**good, name: tensor})
+
+    def test_state_dtype_of_another_build(self) -> None:
+        case = make_case(GdnKey(TP1, 1, stop=False), seed=15)
+        with pytest.raises(ValueError, match="float32.*bfloat16 of the build key"):
+            gdn.check_args(GdnKey(TP1, 1, state_dtype="bfloat16"), conv_state=case.conv_state, ssm_state=case.ssm_state)
+
+    @pytest.mark.parametrize("fields", [{"width": 0}, {"width": 9}, {"state_dtype": "float16"}])
+    def test_keys(self, fields: dict) -> None:
+        with pytest.raises(ValueError, match="needed"):
+            GdnKey(**{"geometry": TP1, "width": 1, **fields})
+
+
+def test_weights_are_not_the_same_for_two_seeds() -> None:
+    """The cases differ, so that agreement over seeds means something."""
+    assert not torch.equal(make_weights(TP1, 1).w_qkvz, make_weights(TP1, 2).w_qkvz)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stalled workgroup or wave at every wait of K1: the launch returns, says what it waited for, and writes no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers.k1_gates import Before, nothing_written, untouched
+from helpers.k1_inputs import DEADLINE_TICKS, EPOCH, LAYER, K1Case, make_case, run
+
+from sgl_amd_mono.common.sync import tag_of
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import REGION_NAMES, GdnKey
+
+full = pytest.mark.full
+TP1, TP2 = Geometry.small(1), Geometry.small(2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a wave stops, and which wait must then run out of time."""
+
+    name: str
+    geometry: Geometry
+    workgroup: int | None
+    wave: int | None
+    at: object
+    regions: tuple[str, ...]  # what the record may name
+
+
+# Small TP 1: wave w of workgroup b has head 2w + b / 16; workgroup b makes q, k and v rows 16b .. of task 0.
+PLACES = [
+    Place("nothing published", TP1, 3, None, "start", ("PROJ", "BA")),
+    Place("q rows", TP1, 5, None, ("store", "PROJ"), ("PROJ",)),
+    Place("b rows", TP1, 1, None, ("store", "BA"), ("BA",)),
+    Place("chunk sums", TP1, 20, 2, ("store", "ONRM"), ("ONRM",)),
+    Place("left-over z rows", TP2, 9, None, ("store", "LEFT"), ("LEFT",)),
+    Place("readers of the window", TP1, None, 3, ("store", "ONRM"), ("WINDOW",)),
+]
+
+
+@pytest.mark.parametrize("memory", ["consistent", pytest.param("adversarial", marks=full)])
+@pytest.mark.parametrize("width", [1, pytest.param(8, marks=full)])
+@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.name.replace(" ", "-"))
+def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
+    from sgl_amd_mono.sim import Stall
+
+    case = make_case(GdnKey(place.geometry, width, stop=False), seed=31)
+    before, trace = Before.of(case), case.naive()
+    stall = Stall(rank=0, workgroup=place.workgroup, wave=place.wave, at=place.at)
+    report = run(case, memory=memory, faults=[stall])
+    assert report.stalled
+
+    assert case.fault.error_word == 1  # 1 + the rank that failed
+    (record,) = case.fault.records
+    tag = tag_of(EPOCH, LAYER)
+    assert record.launch == LAYER and record.rank == 0
+    assert REGION_NAMES[record.region] in place.regions
+    assert record.expected_tag == tag and record.seen_tag != tag
+    assert 0 <= record.workgroup < place.geometry.blocks
+    for block in case.fault_blocks[1:]:  # every other rank was told
+        assert int(block[0]) == 1
+    # A step's ticks: the deadline, and little more.
+    assert DEADLINE_TICKS <= report.clock_end - report.clock_start < 3 * DEADLINE_TICKS
+
+    # No state row is torn: each row of 128 is as it was, or as the definition has it; the stalled ones are as they were.
+    written = torn_rows(case, before, trace)
+    blocked = blocked_units(place, width)
+    for t, head, first in blocked:
+        assert not written[t, head, first : first + 8].any(), f"row {t}, head {head}, state row {first} was written"
+    if place.regions == ("WINDOW",) or "PROJ" in place.regions:
+        slot = int(case.state_index[0])
+        assert torch.equal(case.conv_state[slot, :128], before.conv[slot, :128]), "the first q window was written"
+
+
+def torn_rows(case: K1Case, before: Before, trace: object) -> torch.Tensor:
+    """bool [width, heads, 128]: state rows that were written; fails where a row is neither old nor new."""
+    slots = case.state_index.long()
+    now, old, new = case.ssm_state[slots].double(), before.ssm[slots].double(), trace.ssm_rows
+    is_old = (now == old).all(-1)
+    is_new = (now - new).norm(dim=-1) <= 1e-3 * new.norm(dim=-1) + 1e-9
+    assert bool((is_old | is_new).all())
+    return ~is_old
+
+
+def blocked_units(place: Place, width: int) -> list[tuple[int, int, int]]:
+    """(row, head, first state row) of units that cannot have all their inputs."""
+    g = place.geometry
+    units = []
+    for number in range(width * g.gdn_units):
+        t, index = divmod(number, g.gdn_units)
+        head, unit = divmod(index, g.units_per_head)
+        block, wave = number % g.blocks, number // g.blocks % g.waves
+        if place.name in ("nothing published", "q rows"):
+            blocked = head < g.heads_per_key  # the workgroup's group 3 or 5 lies in the q rows of key head 0
+        elif place.name == "b rows":
+            blocked = True  # slice 1 of group 0: b of every head
+        elif place.name == "chunk sums":
+            blocked = head == 2 * place.wave + 1
+        elif place.name == "left-over z rows":
+            row = g.z_offset + index * 8
+            group = g.whole_tasks * g.blocks + place.workgroup // g.leftover_slices
+            blocked = row // 16 == group
+        else:
+            blocked = wave == place.wave
+        if blocked:
+            units.append((t, head, unit * 8))
+    return units
+
+
+def test_an_earlier_failure_ends_the_next_launch() -> None:
+    """The error word set by an earlier launch: nothing is written, nothing is waited for."""
+    case = make_case(GdnKey(TP1, 2, stop=False), seed=32)
+    before = Before.of(case)
+    case.fault_blocks[0][0] = 1
+    report = run(case)
+    assert not nothing_written(case, before)
+    assert report.clock_end - report.clock_start < DEADLINE_TICKS
+
+
+def test_a_wrong_tag_runs_out_of_time() -> None:
+    """Negative control: products published under another launch's tag are never taken."""
+    from sgl_amd_mono.common.build import compile_artifact
+    from sgl_amd_mono.common.sync import Sync
+    from sgl_amd_mono.sim import CodeObject
+
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=33)
+    before = Before.of(case)
+    put = Sync.put
+
+    def wrong(self: Sync, region: object, *args: object, **kwargs: object) -> None:
+        tag = self.tag
+        if region.number == REGION_NAMES.index("BA"):
+            self.tag = tag + 1
+        put(self, region, *args, **kwargs)
+        self.tag = tag
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sync, "put", wrong)
+        code = CodeObject.parse(compile_artifact(case.key).isa)
+    run(case, code=code)
+    (record,) = case.fault.records
+    assert REGION_NAMES[record.region] == "BA"
+    assert (record.expected_tag, record.seen_tag) == (tag_of(EPOCH, LAYER), tag_of(EPOCH, LAYER) + 1)
+    assert not untouched(case, before)
+
+
+def test_stop_builds_raise_a_gpu_fault_at_address_zero() -> None:
+    """The server's build: a wait that runs out of time ends the process, not just the launch."""
+    from sgl_amd_mono.sim import SimFault, Stall
+
+    case = make_case(GdnKey(TP1, 1, stop=True), seed=34)
+    before = Before.of(case)
+    with pytest.raises(SimFault) as caught:
+        run(case, faults=[Stall(rank=0, workgroup=1, wave=None, at=("store", "BA"))])
+    assert caught.value.kind == "gpu-fault"
+    assert case.fault.failed and not untouched(case, before)
+
+
+def test_the_window_waits_for_its_readers() -> None:
+    """Negative control: an owner that does not wait for the window's readers writes it under a stalled one."""
+    from sgl_amd_mono.common.build import compile_artifact
+    from sgl_amd_mono.common.sync import Sync
+    from sgl_amd_mono.sim import CodeObject, Stall
+
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=35)
+    before = Before.of(case)
+    poll = Sync.poll
+
+    def no_window(self: Sync, pairs: list, *args: object) -> list | None:
+        return None if pairs[0][0].number == REGION_NAMES.index("WINDOW") else poll(self, pairs, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sync, "poll", no_window)
+        code = CodeObject.parse(compile_artifact(case.key).isa)
+    run(case, code=code, faults=[Stall(rank=0, workgroup=None, wave=3, at=("store", "ONRM"))])
+    slot = int(case.state_index[0])
+    assert not torch.equal(case.conv_state[slot, :128], before.conv[slot, :128])

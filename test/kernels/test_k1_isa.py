@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1's emitted instructions: registers, LDS, scopes of every mailbox access, weights in flight before the first wait."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sgl_amd_mono.common.build import LDS_MAX, VGPR_MAX, Artifact, build
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+
+full = pytest.mark.full
+TRUE = Geometry.a95b()
+GEOMETRIES = {"a95b": TRUE, "small-tp1": Geometry.small(1), "small-tp2": Geometry.small(2)}
+SUBSET = {("a95b", 1, False, "float32"), ("a95b", 8, False, "float32"), ("small-tp2", 4, False, "float32")}
+KEYS = [
+    pytest.param(*row, marks=() if row in SUBSET else full, id="-".join(map(str, row)))
+    for row in (
+        (name, width, first, dtype)
+        for name in GEOMETRIES
+        for width in range(1, 9)
+        for first in (False, True)
+        for dtype in ("float32", "bfloat16")
+    )
+]
+
+
+def instructions(artifact: Artifact) -> list[str]:
+    """Instruction lines of the kernel in order, without comments."""
+    body = artifact.isa.split(".amdgpu_metadata")[0]
+    lines = (re.split(r";|//", line)[0].strip() for line in body.splitlines())
+    return [line for line in lines if re.match(r"[vsdbg][a-z]*_|flat_|scratch_", line)]
+
+
+def count(lines: list[str], pattern: str) -> int:
+    return sum(bool(re.search(pattern, line)) for line in lines)
+
+
+def scope(line: str) -> str:
+    """Scope bits of a memory instruction."""
+    return " ".join(re.findall(r"\bsc[01]\b", line))
+
+
+@pytest.mark.parametrize(("name", "width", "first", "dtype"), KEYS)
+def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str) -> None:
+    g = GEOMETRIES[name]
+    key = GdnKey(g, width, first_layer=first, state_dtype=dtype, stop=False)
+    artifact = build(key)
+    found, lines = artifact.resources, instructions(artifact)
+    assert found.vgprs <= VGPR_MAX and found.agprs == 0
+    assert found.vgpr_spills == 0 and found.scratch_bytes == 0
+    assert found.lds_bytes == sum(-(-n // 16) * 16 for n in gdn.lds_layout(key).values()) <= LDS_MAX
+    assert count(lines, r"^(scratch_|flat_|buffer_inv|buffer_wbl2)") == 0
+    assert count(lines, r"^s_barrier") == 2
+
+    copies = 1 if key.unit_rounds == 1 else 2  # a loop body serves all rounds but the first
+    owners = max(1, g.heads_per_key * g.units_per_head // 64)
+    passes = publish_sites(key)
+    puts = [line for line in lines if line.startswith("global_store_dwordx2") and scope(line) == "sc1"]
+    assert copies < len(puts) <= passes + copies  # products (the compiler may merge sites), one ONRM pair a unit
+    polls = [line for line in lines if line.startswith("global_load_dwordx2") and scope(line) == "sc1"]
+    assert len(polls) == copies * (4 + 2 + owners)  # "proj", "onrm", "window"
+    # Nothing else is written or read at device scope; system scope is for the fault block alone.
+    scoped = [line for line in lines if scope(line)]
+    assert {scope(line) for line in scoped} == {"sc1", "sc0 sc1"}
+    assert sum(scope(line) == "sc1" for line in scoped) == len(puts) + len(polls)
+    system = {line.split()[0] for line in scoped if scope(line) == "sc0 sc1"}
+    assert system <= {"global_load_dword", "global_store_dword", "global_store_dwordx2", "global_atomic_cmpswap"}
+
+    weights = [n for n, line in enumerate(lines) if re.search(r"\bnt\b", line)]
+    steps = g.wave_steps
+    tiles = g.whole_tasks * steps + steps // g.ba_slices + (steps // g.leftover_slices if g.leftover_groups else 0)
+    assert len(weights) == tiles
+    first_barrier = next(n for n, line in enumerate(lines) if line.startswith("s_barrier"))
+    early = sum(n < first_barrier for n in weights)
+    assert early >= tiles * (0.4 if width > 2 else 0.7), f"{early} of {tiles} weight tiles before a wait"
+    first_product = next(n for n, line in enumerate(lines) if line.startswith("v_mfma"))
+    assert all(n < first_product for n in weights)
+
+
+def publish_sites(key: GdnKey) -> int:
+    """Places in the code that put products: ba, whole and left-over chunks of 64, dealt to 8 waves a pass."""
+    g, items = key.geometry, key.width * 16
+    chunks = [-(-items // 64), -(-items * g.whole_tasks // 64), -(-items // 64) if g.leftover_groups else 0]
+    sites, begin = 0, 0
+    for kind in chunks:
+        if kind:
+            sites += (begin + kind - 1) // g.waves - begin // g.waves + 1
+        begin += kind
+    return sites
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_lds_of_the_true_size(width: int) -> None:
+    """The layout fits at every width, without a build."""
+    assert sum(gdn.lds_layout(GdnKey(TRUE, width)).values()) <= LDS_MAX
+
+
+def test_abi_has_no_gap_and_no_twin() -> None:
+    names = [name for name, _ in gdn.ABI]
+    assert len(set(names)) == len(names)
+    assert {kind for _, kind in gdn.ABI} == {"ptr", "i64", "i32"}
