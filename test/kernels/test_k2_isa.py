@@ -6,12 +6,15 @@ from __future__ import annotations
 import re
 
 import pytest
+from helpers import isa_text
 from helpers import k2_bench as kb
 
+from sgl_amd_mono.common.build import build
 from sgl_amd_mono.common.geometry import GeometryError
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
     ABI,
+    WAITS,
     LayerKey,
     peer_bytes,
     peer_regions,
@@ -102,3 +105,41 @@ def test_a_geometry_that_does_not_divide_is_refused(change: dict[str, int], mess
 def test_a_width_out_of_range_is_refused(width: int) -> None:
     with pytest.raises(GeometryError, match=f"width = {width}"):
         LayerKey(geometry=Geometry.small(1), width=width)
+
+
+def test_every_wait_is_bounded() -> None:
+    """Each poll loop sleeps, reads the clock and looks at the error word; there is one for each kind of wait."""
+    isa = kb.artifact(TRUE, 1).isa
+    assert isa_text.unbounded_polls(isa) == []
+    assert len(isa_text.poll_loops(isa)) >= len(WAITS) - 1  # SHARED and GATE are one batch
+    blind = "\n".join(line for line in isa.splitlines() if "s_memrealtime" not in line)
+    assert isa_text.unbounded_polls(blind)
+
+
+def test_z_is_complete_before_its_flag() -> None:
+    isa = kb.artifact(TRUE, 1).isa
+    assert flags_before_drain(isa) == []
+    undrained = "\n".join(line for line in isa.splitlines() if "s_waitcnt vmcnt(0)" not in line)
+    assert flags_before_drain(undrained)
+
+
+def flags_before_drain(isa: str) -> list[isa_text.Line]:
+    """Pair stores that follow a store of z without `vmcnt(0)` in between (a wave stores z and its flag itself)."""
+    waiting, bad = False, []
+    for line in isa_text.lines_of(isa):
+        if line.mnemonic == "global_store_short" and isa_text.is_scoped_store(line):
+            waiting = True
+        elif line.mnemonic == "s_waitcnt" and "vmcnt(0)" in line.text:
+            waiting = False
+        elif waiting and line.mnemonic == "global_store_dwordx2" and isa_text.is_scoped_store(line):
+            bad.append(line)
+    return bad
+
+
+@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
+def test_a_lost_wait_ends_the_process_in_a_stop_build(geometry: Geometry) -> None:
+    """The server's build stores to address 0 before a wave leaves; the tests' build does not."""
+    stop = build(LayerKey(geometry=geometry, width=1, stop=True))
+    # The kernel's own end may stand between the leaving paths, in a block of its own.
+    assert isa_text.leaves_without_fault(stop.isa) in ([], [[]])
+    assert len(isa_text.leaves_without_fault(kb.artifact(geometry, 1).isa)) > len(WAITS)
