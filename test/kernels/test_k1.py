@@ -188,7 +188,7 @@ def test_epochs_share_one_scratch() -> None:
 
 
 def test_a_current_tag_is_believed() -> None:
-    """Negative control of the tags: pairs with this launch's tag in a scratch that was not zeroed corrupt the result."""
+    """Negative control of the tags: pairs that carry this launch's tag from the start corrupt the result."""
     case = make_case(GdnKey(TP1, 1, stop=False), seed=11)
     before, trace = Before.of(case), case.naive()
     pairs = case.scratch.view(torch.int32).view(-1, 2)
@@ -235,12 +235,12 @@ class TestRefusals:
             "conv_state": good["conv_state"][:, :-1],
         }
         for name, tensor in bad.items():
-            with pytest.raises(ValueError, match="found .*needed.*fix"):
+            with pytest.raises(ValueError, match=r"found .*needed.*fix"):
                 gdn.check_args(key, **{**good, name: tensor})
 
     def test_state_dtype_of_another_build(self) -> None:
         case = make_case(GdnKey(TP1, 1, stop=False), seed=15)
-        with pytest.raises(ValueError, match="float32.*bfloat16 of the build key"):
+        with pytest.raises(ValueError, match=r"float32.*bfloat16 of the build key"):
             gdn.check_args(GdnKey(TP1, 1, state_dtype="bfloat16"), conv_state=case.conv_state, ssm_state=case.ssm_state)
 
     @pytest.mark.parametrize("fields", [{"width": 0}, {"width": 9}, {"state_dtype": "float16"}])

@@ -65,7 +65,7 @@ def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
     # A step's ticks: the deadline, and little more.
     assert DEADLINE_TICKS <= report.clock_end - report.clock_start < 3 * DEADLINE_TICKS
 
-    # No state row is torn: each row of 128 is as it was, or as the definition has it; the stalled ones are as they were.
+    # No state row is torn (each is as it was, or as the definition has it), and the stalled ones are as they were.
     written = torn_rows(case, before, trace)
     blocked = blocked_units(place, width)
     for t, head, first in blocked:
@@ -92,7 +92,7 @@ def blocked_units(place: Place, width: int) -> list[tuple[int, int, int]]:
     for number in range(width * g.gdn_units):
         t, index = divmod(number, g.gdn_units)
         head, unit = divmod(index, g.units_per_head)
-        block, wave = number % g.blocks, number // g.blocks % g.waves
+        wave = number // g.blocks % g.waves
         if place.name in ("nothing published", "q rows"):
             blocked = head < g.heads_per_key  # the workgroup's group 3 or 5 lies in the q rows of key head 0
         elif place.name == "b rows":

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K1's emitted instructions: registers, LDS, scopes of every mailbox access, weights in flight before the first wait."""
+"""K1's emitted instructions: registers, LDS, scopes of mailbox accesses, weights in flight before the first wait."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from helpers.isa_text import flags_without_drain, leaves_without_fault, unbounded_polls
 
 from sgl_amd_mono.common.build import LDS_MAX, VGPR_MAX, Artifact, build
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
@@ -70,6 +71,8 @@ def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str) ->
     system = {line.split()[0] for line in scoped if scope(line) == "sc0 sc1"}
     assert system <= {"global_load_dword", "global_store_dword", "global_store_dwordx2", "global_atomic_cmpswap"}
 
+    assert not unbounded_polls(artifact.isa) and not flags_without_drain(artifact.isa)
+
     weights = [n for n, line in enumerate(lines) if re.search(r"\bnt\b", line)]
     steps = g.wave_steps
     tiles = g.whole_tasks * steps + steps // g.ba_slices + (steps // g.leftover_slices if g.leftover_groups else 0)
@@ -91,6 +94,17 @@ def publish_sites(key: GdnKey) -> int:
             sites += (begin + kind - 1) // g.waves - begin // g.waves + 1
         begin += kind
     return sites
+
+
+def test_stop_builds_fault_wherever_they_leave() -> None:
+    """The server's build ends by a store to address 0; the tests' build does not."""
+    # A block that holds nothing but s_endpgm is the kernel's normal end, reached by branches.
+    stops, returns = (
+        [tail for tail in leaves_without_fault(build(GdnKey(Geometry.small(1), 1, stop=stop)).isa) if len(tail) > 1]
+        for stop in (True, False)
+    )
+    assert not stops
+    assert returns
 
 
 @pytest.mark.parametrize("width", range(1, 9))
