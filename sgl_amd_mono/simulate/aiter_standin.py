@@ -121,7 +121,6 @@ class GateMode(enum.Enum):
     INTERLEAVE = "interleave"
 
 
-
 class _Plain:
     """Dequantised values of one layer's shuffled experts, kept as long as their storage lives."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,25 +83,27 @@ class CheckpointShape:
         }
 
 
-SMALL = CheckpointShape(
-    hidden_size=1024,
-    num_hidden_layers=4,
-    full_attention_interval=4,
-    linear_num_key_heads=2,
-    linear_num_value_heads=16,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=256,
-    num_experts=32,
-    num_experts_per_tok=4,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-    vocab_size=512,
-)
-"""The model whose TP 1 and TP 2 shards are the ``small`` geometry of qwen38_a95b_mxfp4."""
+def shape_of(geometry: Any) -> CheckpointShape:
+    """The whole model that a rank's geometry (``qwen38_a95b_mxfp4.geometry.Geometry``) is a shard of."""
+    return CheckpointShape(
+        hidden_size=geometry.hidden,
+        num_hidden_layers=geometry.layers,
+        full_attention_interval=geometry.attention_interval,
+        linear_num_key_heads=geometry.key_heads_total,
+        linear_num_value_heads=geometry.value_heads_total,
+        linear_key_head_dim=geometry.head_dim,
+        linear_value_head_dim=geometry.head_dim,
+        linear_conv_kernel_dim=geometry.conv_width,
+        num_attention_heads=geometry.q_heads_total,
+        num_key_value_heads=geometry.kv_heads_total,
+        head_dim=geometry.attn_head_dim,
+        num_experts=geometry.experts,
+        num_experts_per_tok=geometry.top_k,
+        moe_intermediate_size=geometry.moe_intermediate_total,
+        shared_expert_intermediate_size=geometry.shared_intermediate_total,
+        vocab_size=geometry.vocab,
+        rms_norm_eps=geometry.eps,
+    )
 
 
 def quark_config() -> dict:
@@ -150,13 +153,30 @@ def quantise_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """The 4-bit e2m1 codes (uint8) of float32 values: round to nearest, ties to even, saturating at 6; sign kept."""
-    magnitude = values.abs()
-    # ties go to the even mantissa bit: the codes below and above a midpoint are consecutive, so to the even code
-    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    below = torch.bucketize(magnitude, midpoints, right=False)
-    at_or_below = torch.bucketize(magnitude, midpoints, right=True)
-    code = torch.where(below % 2 == 0, below, at_or_below)
-    return (code | (torch.signbit(values).to(code.dtype) << 3)).to(torch.uint8)
+    magnitude = values.abs().clamp(max=E2M1_MAGNITUDES[-1])
+    # three ranges of equal steps: 0.5 below 2, 1 below 4, 2 above; the codes count on from one range to the next
+    above_two, above_four = magnitude >= 2.0, magnitude >= 4.0
+    step = 0.5 * (1 + above_two.float()) * (1 + above_four.float())
+    code = torch.round(magnitude / step) + 2 * (above_two.float() + above_four.float())
+    return code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Standard deviations of the parts' outputs for inputs of unit variance.
+
+    Chosen so that each part of a layer moves the logits by more than re-ordered sums do. MXFP4 activations amplify a
+    small difference (a code that flips moves its value by a quarter), so the stream is carried by a strong embedding,
+    which keeps one layer's flips from growing through the next; and the router decides clearly, because a swapped
+    expert is the largest single effect of a rounding.
+    """
+
+    embedding: float = 8.0
+    router: float = 4.0
+    routed_down: float = 1.0
+    shared_down: float = 1.0
+    attention_out: float = 2.0
+    head: float = 3.0
 
 
 class _Draw:
@@ -173,7 +193,7 @@ class _Draw:
         return self.normal(rows, columns, sigma=gain * columns**-0.5)
 
 
-def tensors(shape: CheckpointShape, seed: int):
+def tensors(shape: CheckpointShape, seed: int, gains: Gains):
     """Yield ``(name, tensor)`` of the whole checkpoint. Gains are chosen so that each part of a layer moves the logits."""
     draw = _Draw(seed)
     bf16 = torch.bfloat16
@@ -182,7 +202,7 @@ def tensors(shape: CheckpointShape, seed: int):
     value_dim = shape.linear_num_value_heads * shape.linear_value_head_dim
     conv_channels = 2 * key_dim + value_dim
 
-    yield "model.embed_tokens.weight", draw.normal(shape.vocab_size, hidden, sigma=1.0).to(bf16)
+    yield "model.embed_tokens.weight", draw.normal(shape.vocab_size, hidden, sigma=gains.embedding).to(bf16)
     for layer, kind in enumerate(shape.layer_types()):
         at = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -193,11 +213,14 @@ def tensors(shape: CheckpointShape, seed: int):
             yield f"{gdn}.in_proj_z.weight", draw.linear(value_dim, hidden).to(bf16)
             yield f"{gdn}.in_proj_b.weight", draw.linear(shape.linear_num_value_heads, hidden).to(bf16)
             yield f"{gdn}.in_proj_a.weight", draw.linear(shape.linear_num_value_heads, hidden).to(bf16)
-            yield f"{gdn}.conv1d.weight", draw.normal(conv_channels, 1, shape.linear_conv_kernel_dim, sigma=0.5).to(bf16)
+            yield (
+                f"{gdn}.conv1d.weight",
+                draw.normal(conv_channels, 1, shape.linear_conv_kernel_dim, sigma=0.5).to(bf16),
+            )
             yield f"{gdn}.A_log", draw.normal(shape.linear_num_value_heads, sigma=0.5)
             yield f"{gdn}.dt_bias", draw.normal(shape.linear_num_value_heads, sigma=0.5, mean=-1.0).to(bf16)
             yield f"{gdn}.norm.weight", draw.normal(shape.linear_value_head_dim, sigma=0.1, mean=1.0).to(bf16)
-            yield f"{gdn}.out_proj.weight", draw.linear(hidden, value_dim, gain=1.5).to(bf16)
+            yield f"{gdn}.out_proj.weight", draw.linear(hidden, value_dim, gain=gains.attention_out).to(bf16)
         else:
             attention = f"{at}.self_attn"
             q_rows = shape.num_attention_heads * shape.head_dim * 2  # the query and its output gate
@@ -205,35 +228,44 @@ def tensors(shape: CheckpointShape, seed: int):
             yield f"{attention}.q_proj.weight", draw.linear(q_rows, hidden).to(bf16)
             yield f"{attention}.k_proj.weight", draw.linear(kv_rows, hidden).to(bf16)
             yield f"{attention}.v_proj.weight", draw.linear(kv_rows, hidden, gain=2.0).to(bf16)
-            yield f"{attention}.o_proj.weight", draw.linear(hidden, q_rows // 2, gain=1.5).to(bf16)
+            yield f"{attention}.o_proj.weight", draw.linear(hidden, q_rows // 2, gain=gains.attention_out).to(bf16)
             yield f"{attention}.q_norm.weight", draw.normal(shape.head_dim, sigma=0.1).to(bf16)
             yield f"{attention}.k_norm.weight", draw.normal(shape.head_dim, sigma=0.1).to(bf16)
         mlp = f"{at}.mlp"
-        yield f"{mlp}.gate.weight", draw.linear(shape.num_experts, hidden, gain=2.0).to(bf16)
+        yield f"{mlp}.gate.weight", draw.linear(shape.num_experts, hidden, gain=gains.router).to(bf16)
         yield f"{mlp}.shared_expert_gate.weight", draw.linear(1, hidden).to(bf16)
         shared = shape.shared_expert_intermediate_size
         yield f"{mlp}.shared_expert.gate_proj.weight", draw.linear(shared, hidden, gain=1.5).to(bf16)
         yield f"{mlp}.shared_expert.up_proj.weight", draw.linear(shared, hidden).to(bf16)
-        yield f"{mlp}.shared_expert.down_proj.weight", draw.linear(hidden, shared, gain=1.5).to(bf16)
+        yield f"{mlp}.shared_expert.down_proj.weight", draw.linear(hidden, shared, gain=gains.shared_down).to(bf16)
         routed = shape.moe_intermediate_size
         for expert in range(shape.num_experts):
             for name, rows, columns, gain in (
                 ("gate_proj", routed, hidden, 1.5),
                 ("up_proj", routed, hidden, 1.0),
-                ("down_proj", hidden, routed, 2.0),
+                ("down_proj", hidden, routed, gains.routed_down),
             ):
                 packed, scale = quantise_mxfp4(draw.linear(rows, columns, gain))
                 yield f"{mlp}.experts.{expert}.{name}.weight", packed
                 yield f"{mlp}.experts.{expert}.{name}.weight_scale", scale
     yield "model.norm.weight", draw.normal(hidden, sigma=0.1).to(bf16)
-    yield "lm_head.weight", draw.linear(shape.vocab_size, hidden, gain=3.0).to(bf16)
+    yield "lm_head.weight", draw.linear(shape.vocab_size, hidden, gain=gains.head).to(bf16)
 
 
-def write(folder: Path, shape: CheckpointShape = SMALL, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors into ``folder`` (made if missing); returns the folder."""
+def write(folder: Path, shape: CheckpointShape | None = None, seed: int = 0, gains: Gains | None = None) -> Path:
+    """Write config.json and model.safetensors into ``folder`` (made if missing); returns the folder.
+
+    ``shape`` defaults to the model whose TP 1 and TP 2 shards are the ``small`` geometry.
+    """
     from safetensors.torch import save_file
 
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+
+    shape = shape or shape_of(Geometry.small(1))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=1) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in tensors(shape, seed)}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors(shape, seed, gains or Gains())},
+        folder / "model.safetensors",
+    )
     return folder

@@ -127,7 +127,9 @@ def causal_conv1d_fn(
         if has_initial_state is None or not bool(has_initial_state[sequence]):
             before = torch.zeros_like(before)
         line = torch.cat([before, x[:, begin:end]], dim=-1)
-        total = _convolve(line.unfold(-1, history + 1, 1), weight.unsqueeze(1), bias.unsqueeze(1) if bias is not None else None)
+        total = _convolve(
+            line.unfold(-1, history + 1, 1), weight.unsqueeze(1), bias.unsqueeze(1) if bias is not None else None
+        )
         out[:, begin:end] = (_silu(total) if activation in ("silu", "swish", True) else total).to(x.dtype)
         conv_states[slot] = line[:, line.shape[1] - history :].to(conv_states.dtype)
     return out
@@ -169,7 +171,7 @@ def _per_value_head(x: torch.Tensor, value_heads: int) -> torch.Tensor:
 
 
 def packed_decode(
-    mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel  # noqa: N803
+    mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel
 ):
     """``fused_recurrent_gated_delta_rule_packed_decode``: one token a row, states updated in place.
 
@@ -270,5 +272,3 @@ def _refuse(unused: dict) -> None:
     given = {name for name, value in unused.items() if value is not None and name not in ("pad_slot_id",)}
     if given:
         raise NotImplementedError(f"the stand-in does not cover the arguments {sorted(given)}")
-
-

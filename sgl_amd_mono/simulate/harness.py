@@ -9,6 +9,7 @@ branches of that path a simulated run does not take.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import importlib.util
@@ -161,7 +162,10 @@ REPLACEMENTS = (
         _standin("packed_decode"),
     ),
     Replacement(
-        "sglang.kernels.ops.attention.fla.layernorm_gated", "RMSNorm.forward", "Triton kernel", _standin("rms_norm_gated")
+        "sglang.kernels.ops.attention.fla.layernorm_gated",
+        "RMSNorm.forward",
+        "Triton kernel",
+        _standin("rms_norm_gated"),
     ),
     Replacement("sglang.srt.models.qwen3_5", "fused_sigmoid_mul", "Triton kernel", _standin("fused_sigmoid_mul")),
     Replacement(
@@ -222,35 +226,39 @@ def _stub_vllm() -> None:
     _module("vllm._custom_ops", rotary_embedding=rotary_embedding)
 
 
+class _Interpolation(enum.Enum):
+    """torchvision's InterpolationMode, which SGLang's image code reads at import."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+
+
 def _stub_torchvision() -> None:
-    """SGLang's configuration imports names of torchvision; a text model uses none, and its wheel needs CUDA to load."""
+    """SGLang imports torchvision for images; the simulated model takes text, and torchvision's wheel needs CUDA."""
     if "torchvision" in sys.modules:
         return
+    # transformers asks once whether torchvision is there and remembers: let it see that it is not
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    import_utils = importlib.import_module("transformers.utils.import_utils")
+    if import_utils.is_torchvision_available():
+        raise RuntimeError("prepare() comes too late: transformers has already found torchvision in this process")
 
-    class _Unused:
-        """Any name of torchvision: can be imported and read, not called."""
+    def absent(module: str, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
-        def __init__(self, name: str) -> None:
-            self._name = name
+        def unavailable(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(
+                f"{module}.{name}: torchvision is a stub here, the simulated model takes text only"
+            )
 
-        def __getattr__(self, child: str) -> "_Unused":
-            if child.startswith("__"):
-                raise AttributeError(child)
-            return _Unused(f"{self._name}.{child}")
+        return unavailable
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{self._name}: torchvision is a stub here, the simulated model takes text only")
-
-    for name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional",
-                 "torchvision.transforms.v2", "torchvision.transforms.v2.functional"):
-        module = _module(name, __version__="0")
-        module.__getattr__ = functools.partial(_stub_attribute, name, _Unused)  # type: ignore[attr-defined]
-
-
-def _stub_attribute(module: str, make: Callable[[str], Any], name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return make(f"{module}.{name}")
+    for name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
+        module = _module(name, __version__="0", InterpolationMode=_Interpolation)
+        module.__getattr__ = functools.partial(absent, name)  # type: ignore[attr-defined]
 
 
 _installed = False

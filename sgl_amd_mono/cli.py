@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``sgl-amd-mono``: doctor, compile, simulate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+MEMORY_MODELS = ("consistent", "adversarial")
+GEOMETRIES = ("qwen38-a95b", "small")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="sgl-amd-mono", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    doctor = commands.add_parser("doctor", help="check this machine: what was found, what is needed, which fix")
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    doctor.set_defaults(run=_doctor)
+
+    compile_ = commands.add_parser("compile", help="build a model's kernels for gfx950 and print their resources")
+    compile_.add_argument("model", nargs="?", default="qwen38_a95b_mxfp4", help="the model's folder name")
+    compile_.add_argument("--geometry", choices=GEOMETRIES, default=GEOMETRIES[0], help="sizes to build for")
+    compile_.add_argument("--tp", type=int, help="tensor-parallel size (default: 8, or 1 with --geometry small)")
+    compile_.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
+    compile_.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="SSM state")
+    compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
+    compile_.add_argument("--json", action="store_true", help="print the table as JSON")
+    compile_.set_defaults(run=_compile)
+
+    simulate = commands.add_parser(
+        "simulate", help="decode with SGLang's own model, plugin off and on, on the simulator"
+    )
+    simulate.add_argument("model", nargs="?", default="qwen38_a95b_mxfp4", help="the model's folder name")
+    simulate.add_argument(
+        "--rows",
+        type=_rows,
+        default=((1, 1), (3, 4), (8, 8)),
+        help="requests of each batch, e.g. 1,3:4,8; a:b pads the steps of a requests to b rows, as a graph would",
+    )
+    simulate.add_argument("--steps", type=_positive, default=3, help="decode steps of each batch")
+    simulate.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks, a process each")
+    simulate.add_argument("--memory-model", choices=MEMORY_MODELS, default=MEMORY_MODELS[0])
+    simulate.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and the simulator")
+    simulate.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoint, results and logs there")
+    simulate.add_argument("--json", action="store_true", help="print the result as JSON")
+    simulate.set_defaults(run=_simulate)
+
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _rows(text: str) -> tuple[tuple[int, int], ...]:
+    """``1,3:4,8`` as ((1, 1), (3, 4), (8, 8)): requests, and the rows that they are padded to."""
+    from sgl_amd_mono.simulate.runner import MAX_ROWS
+
+    pairs = []
+    for part in text.split(","):
+        requests, _, width = part.partition(":")
+        pair = _positive(requests), _positive(width or requests)
+        if not pair[0] <= pair[1] <= MAX_ROWS:
+            raise argparse.ArgumentTypeError(f"{part}: needed is requests <= padded rows <= {MAX_ROWS}")
+        pairs.append(pair)
+    return tuple(pairs)
+
+
+def _unknown_model(model: str) -> bool:
+    from sgl_amd_mono.simulate.session import MODELS
+
+    if model in MODELS:
+        return False
+    print(f"sgl-amd-mono: unknown model {model!r}; known: {', '.join(MODELS)}", file=sys.stderr)
+    return True
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from sgl_amd_mono.common.doctor import checks, render
+
+    found = checks()
+    print(json.dumps([asdict(check) for check in found], indent=1) if options.json else render(found))
+    return 1 if any(check.ok is False for check in found) else 0
+
+
+def _compile(options: argparse.Namespace) -> int:
+    if _unknown_model(options.model):
+        return 2
+    from dataclasses import asdict
+
+    from sgl_amd_mono.common.build import BuildError, build_all, resource_table
+    from sgl_amd_mono.common.geometry import GeometryError
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
+
+    try:
+        geometry = (
+            Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 1)
+        )
+        keys = [
+            key
+            for width in options.widths
+            for key in (
+                GdnKey(geometry, width, first_layer=True, state_dtype=options.state_dtype),
+                GdnKey(geometry, width, first_layer=False, state_dtype=options.state_dtype),
+                LayerKey(geometry, width),
+            )
+        ]
+        artifacts = build_all(keys, processes=options.jobs, progress=lambda text: print(text, file=sys.stderr))
+    except (BuildError, GeometryError, ValueError) as error:
+        print(f"sgl-amd-mono compile: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        rows = [
+            {"kernel": a.name, "compile_seconds": a.compile_seconds, "grid": a.grid, **asdict(a.resources)}
+            for a in artifacts
+        ]
+        print(json.dumps(rows, indent=1))
+    else:
+        print(resource_table(artifacts))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if _unknown_model(options.model):
+        return 2
+    from sgl_amd_mono.simulate import report, session
+
+    def progress(text: str) -> None:
+        print(f"  .. {text}", file=sys.stderr, flush=True)
+
+    asked = session.Options(
+        model=options.model,
+        rows=options.rows,
+        steps=options.steps,
+        ranks=options.ranks,
+        memory_model=options.memory_model,
+        seed=options.seed,
+        keep=options.keep,
+    )
+    try:
+        outcome = session.run(asked, progress)
+    except session.SimulationFailed as error:
+        print(f"sgl-amd-mono simulate: {error}", file=sys.stderr)
+        return 1
+    verdict = report.judge(outcome)
+    print(json.dumps(report.as_dict(outcome, verdict), indent=1) if options.json else report.render(outcome, verdict))
+    return 1 if verdict.problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated run prints, and its JSON form. ``judge`` decides the exit code."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, LaunchRecord, LogitVerdict, judge_logits
+from sgl_amd_mono.simulate.session import Outcome
+
+MIB = 2**20
+
+TIED_SHARE = 0.01
+"""Largest share of K2's rows that may have been compared by the other pick of a tie."""
+
+
+@dataclass
+class Verdict:
+    """What the run shows. ``problems`` is empty where everything is within its bounds."""
+
+    logits: LogitVerdict
+    problems: list[str] = field(default_factory=list)
+
+
+def judge(outcome: Outcome) -> Verdict:
+    """Every reason for which the run does not pass: launches outside NUMERICS, launches missing, logits, tokens."""
+    options, off, on = outcome.options, outcome.off, outcome.on
+    steps = list(range(1, options.steps + 1))
+
+    def decode_only(cases: list[list[Any]]) -> list[Any]:
+        return [case[step] for case in cases for step in steps]
+
+    noise = [decode_only(run) for run in off["noise"]]
+    verdict = Verdict(judge_logits(decode_only(off["logits"]), decode_only(on["logits"]), noise))
+    problems, logits = verdict.problems, verdict.logits
+    for number, (a, b) in enumerate(zip(off["logits"], on["logits"], strict=True)):
+        if not bool((a[0] == b[0]).all()):
+            problems.append(f"case {number + 1}: the prefill, which the plugin leaves to SGLang, differs")
+    for record in on["records"]:
+        problems += [f"{_where(record)}: {text}" for text in record.failures]
+    problems += _missing_launches(outcome)
+    rows = sum(record.rows for record in on["records"] if record.kind == "k2")
+    ties = sum(record.ties for record in on["records"])
+    if ties > TIED_SHARE * rows and ties > 1:
+        problems.append(
+            f"{ties} of {rows} rows of K2 pass only by the other pick of a tie, at most {TIED_SHARE:.0%} may"
+        )
+    if not logits.ok:
+        problems.append(
+            f"logits: largest difference {logits.largest:.4g} (allowed {NOISE_MULTIPLE * logits.noise:.4g}), "
+            f"rms {logits.rms:.4g} (allowed {NOISE_MULTIPLE * logits.noise_rms:.4g}), "
+            f"{logits.flipped} decided tokens differ"
+        )
+    return verdict
+
+
+def _missing_launches(outcome: Outcome) -> list[str]:
+    """A launch that never ran compares with nothing: every step must have run K1 and K2 on each layer they serve."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+
+    options = outcome.options
+    geometry = Geometry.small(options.ranks)
+    wanted = {
+        (case, step, kind, layer)
+        for case in range(len(options.rows))
+        for step in range(options.steps)
+        for layer in range(geometry.layers)
+        for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
+    }
+    ran = {(r.case, r.step, r.kind, r.layer) for r in outcome.on["records"]}
+    problems = []
+    if ran != wanted:
+        problems.append(f"{len(wanted - ran)} launches did not run, {len(ran - wanted)} ran that should not")
+    routed, passed_on = outcome.on["routed"]
+    if (routed, passed_on) != (len(options.rows) * options.steps, 0):
+        problems.append(f"the plugin ran {routed} steps and passed {passed_on} on; needed: every decode step")
+    return problems
+
+
+def _where(record: LaunchRecord) -> str:
+    return f"case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"
+
+
+def as_dict(outcome: Outcome, verdict: Verdict) -> dict[str, Any]:
+    """Plain values for ``--json``."""
+    options = outcome.options
+    return {
+        "model": options.model,
+        "rows": [list(pair) for pair in options.rows],
+        "steps": options.steps,
+        "ranks": options.ranks,
+        "memory_model": options.memory_model,
+        "seed": options.seed,
+        "ok": not verdict.problems,
+        "problems": verdict.problems,
+        "logits": {**asdict(verdict.logits), "allowed": NOISE_MULTIPLE * verdict.logits.noise},
+        "tokens": {
+            "off": [[t.tolist() for t in _greedy(case)] for case in outcome.off["logits"]],
+            "on": [[t.tolist() for t in _greedy(case)] for case in outcome.on["logits"]],
+        },
+        "launches": [asdict(record) for record in outcome.on["records"]],
+        "seconds": outcome.seconds,
+    }
+
+
+def _greedy(case: list[Any]) -> list[Any]:
+    return [logits.argmax(-1) for logits in case]
+
+
+def render(outcome: Outcome, verdict: Verdict) -> str:
+    """The text that ``simulate`` prints."""
+    return "\n".join(
+        [
+            *_steps_section(outcome),
+            "",
+            *_launch_section(outcome),
+            "",
+            *_traffic_section(outcome),
+            "",
+            *_token_section(outcome),
+            "",
+            *_logit_section(verdict.logits),
+            "",
+            *_verdict_section(outcome, verdict),
+        ]
+    )
+
+
+def _steps_section(outcome: Outcome) -> list[str]:
+    options = outcome.options
+    lines = ["Which steps ran which launches"]
+    for case, (requests, width) in enumerate(options.rows):
+        by_kind: dict[str, set[int]] = defaultdict(set)
+        steps = set()
+        for record in outcome.on["records"]:
+            if record.case == case:
+                by_kind[record.kind].add(record.layer)
+                steps.add(record.step + 1)
+        ran = "; ".join(f"{kind} on layers {sorted(layers)}" for kind, layers in sorted(by_kind.items()))
+        padded = f", padded to {width} rows" if width != requests else ""
+        lines.append(
+            f"  case {case + 1}, {requests} requests{padded}: prefill by SGLang; decode steps {sorted(steps)}: {ran}"
+        )
+    return lines
+
+
+def _launch_section(outcome: Outcome) -> list[str]:
+    lines = [
+        "Each launch against SGLang's own layer on the same inputs (worst row: cosine, relative L2, maximum)",
+        f"  {'case':>4} {'step':>4} {'layer':>5} {'launch':>6}  outputs",
+    ]
+    for r in outcome.on["records"]:
+        outputs = "  ".join(f"{name} {d.cosine:.7f} {d.rel:.1e} {d.max_abs:.1e}" for name, d in r.outputs.items())
+        mark = "  <-- outside NUMERICS" if r.failures else (f"  ({r.ties} tie)" if r.ties else "")
+        lines.append(f"  {r.case + 1:>4} {r.step + 1:>4} {r.layer:>5} {r.kind:>6}  {outputs}{mark}")
+    return lines
+
+
+def _traffic_section(outcome: Outcome) -> list[str]:
+    """One line a launch kind and width: instructions, longest chains of hand-offs, and what was read."""
+    groups: dict[tuple[str, int], list[LaunchRecord]] = defaultdict(list)
+    for record in outcome.on["records"]:
+        if record.simulated:
+            groups[record.kind, record.width].append(record)
+    lines = ["What the launches read and how many hand-offs they made (largest of each kind and width, rank 0)"]
+    if not groups:
+        return [*lines, "  no simulator report"]
+    for (kind, width), records in sorted(groups.items()):
+        most = max(records, key=lambda r: r.simulated["wave_instructions"])
+        hops = max(r.simulated["device_hops"] for r in records), max(r.simulated["cross_hops"] for r in records)
+        read = most.simulated["bytes_read"]
+        parts = ", ".join(
+            f"{name} {size / MIB:.3f}" for name, size in sorted(read.items(), key=lambda x: -x[1]) if size
+        )
+        chain = " > ".join(f"{region}({scope})" for region, scope in most.simulated["chain"])
+        lines.append(
+            f"  {kind} width {width}: {most.simulated['wave_instructions']:,} wave-instructions; device hops {hops[0]}, "
+            f"cross-GPU hops {hops[1]}{f' ({chain})' if chain else ''}"
+        )
+        lines.append(f"    MiB read: {sum(read.values()) / MIB:.2f} = {parts}")
+    return lines
+
+
+def _token_section(outcome: Outcome) -> list[str]:
+    lines = ["Greedy tokens, a request a line (off | on; both arms are fed the off arm's)"]
+    for number, (off, on) in enumerate(zip(outcome.off["logits"], outcome.on["logits"], strict=True)):
+        for row in range(len(off[0])):
+            a = [int(t[row]) for t in _greedy(off)]
+            b = [int(t[row]) for t in _greedy(on)]
+            lines.append(f"  case {number + 1} request {row + 1}: {a} | {b}{'' if a == b else '   differs'}")
+    return lines
+
+
+def _logit_section(logits: LogitVerdict) -> list[str]:
+    return [
+        "Logits of the two arms",
+        f"  noise of re-ordered float32 sums: largest {logits.noise:.4f}, rms {logits.noise_rms:.5f}",
+        f"  plugin on against off:            largest {logits.largest:.4f}, rms {logits.rms:.5f} "
+        f"(allowed: {NOISE_MULTIPLE:g} times the noise)",
+        f"  greedy tokens: {logits.rows} compared, {logits.decided} decided by more than {NOISE_MULTIPLE:g} times the "
+        f"noise, {logits.flipped} of these differ",
+    ]
+
+
+def _verdict_section(outcome: Outcome, verdict: Verdict) -> list[str]:
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.seconds.items())
+    if not verdict.problems:
+        return [f"PASS ({times})"]
+    return [f"FAIL ({times})", *(f"  - {problem}" for problem in verdict.problems)]

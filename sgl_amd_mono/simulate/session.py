@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole simulated run: checkpoint, off arm, on arm, verdict. Each arm's ranks run in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_amd_mono.simulate.arm import PROGRESS, Case, Job
+
+MODELS = ("qwen38_a95b_mxfp4",)
+"""Models that can be simulated, by their folder's name."""
+
+PROMPT_LENGTHS = (5, 6, 7)
+"""Prompt lengths of a batch's requests, in turn: the requests of a batch differ in their states."""
+
+NOISE_ORDERS = 3
+"""Orders of sums from which the logit noise is taken (the largest counts)."""
+
+ARM_TIMEOUT_S = 3600.0
+"""Wall-clock limit of one arm."""
+
+LOG_TAIL_LINES = 40
+"""Lines of a failed process's log that its error carries."""
+
+
+class SimulationFailed(RuntimeError):
+    """A process of the run ended with an error; the message carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``sgl-amd-mono simulate`` was asked for. ``rows``: (requests, rows a step is padded to) of each case."""
+
+    model: str = MODELS[0]
+    rows: tuple[tuple[int, int], ...] = ((1, 1), (3, 4), (8, 8))
+    steps: int = 3
+    ranks: int = 1
+    memory_model: str = "consistent"
+    seed: int = 0
+    keep: Path | None = None
+
+
+@dataclass
+class Outcome:
+    """What both arms gave: their torch results, and where the time went (seconds by phase)."""
+
+    options: Options
+    off: dict[str, Any]
+    on: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def prompts(options: Options, vocabulary: int) -> list[Case]:
+    """The cases' prompts: seeded token ids, of lengths in turn."""
+    import torch
+
+    generator = torch.Generator().manual_seed(options.seed)
+    cases = []
+    for requests, width in options.rows:
+        lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(requests)]
+        ids = [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+        cases.append(Case(ids, width))
+    return cases
+
+
+def run(options: Options, progress: Callable[[str], None]) -> Outcome:
+    """Run both arms; raises ``SimulationFailed`` when a process fails."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+    from sgl_amd_mono.simulate import checkpoint
+
+    seconds: dict[str, float] = {}
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="sgl-amd-mono-simulate-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        shape = checkpoint.shape_of(Geometry.small(options.ranks))
+        begin = time.monotonic()
+        progress("writes a random-weight checkpoint, experts in MXFP4")
+        checkpoint.write(folder / "checkpoint", shape, options.seed)
+        seconds["checkpoint"] = time.monotonic() - begin
+        cases = prompts(options, shape.vocab_size)
+        begin = time.monotonic()
+        off = _run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
+        seconds["plugin off"] = time.monotonic() - begin
+        begin = time.monotonic()
+        on = _run_arm(options, folder, cases, plugin=True, forced=folder / "off.pt", progress=progress)
+        seconds["plugin on"] = time.monotonic() - begin
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(options, off, on, seconds)
+
+
+def _run_arm(
+    options: Options,
+    folder: Path,
+    cases: list[Case],
+    *,
+    plugin: bool,
+    forced: Path | None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    import torch
+
+    from sgl_amd_mono.simulate import plugin as entry
+
+    name = "on" if plugin else "off"
+    out = folder / f"{name}.pt"
+    out.unlink(missing_ok=True)
+    environment = entry.environment(folder / "entry_point", options.memory_model, options.seed)
+    port = _free_port() if options.ranks > 1 else None
+    processes, logs, readers = [], [], []
+    with contextlib.ExitStack() as stack:
+        for rank in range(options.ranks):
+            job = Job(
+                checkpoint=str(folder / "checkpoint"),
+                out=str(out),
+                cases=cases,
+                steps=options.steps,
+                plugin=plugin,
+                rank=rank,
+                ranks=options.ranks,
+                port=port,
+                forced=str(forced) if forced else None,
+                noise_seeds=[] if plugin else [options.seed * NOISE_ORDERS + 1 + i for i in range(NOISE_ORDERS)],
+            )
+            path = folder / f"{name}.{rank}.json"
+            job.write(path)
+            log = folder / f"{name}.{rank}.log"
+            logs.append(log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sgl_amd_mono.simulate.arm", str(path)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log.open("w")),
+                text=True,
+            )
+            processes.append(process)
+            reader = threading.Thread(target=_relay, args=(process.stdout, progress), daemon=True)
+            reader.start()
+            readers.append(reader)
+        _wait(processes, logs, name)
+        for reader in readers:
+            reader.join(timeout=10)
+    return torch.load(out, weights_only=False)
+
+
+def _relay(stream: Any, progress: Callable[[str], None]) -> None:
+    for line in stream:
+        if line.startswith(PROGRESS):
+            progress(line.removeprefix(PROGRESS).rstrip())
+
+
+def _wait(processes: list[subprocess.Popen], logs: list[Path], arm: str) -> None:
+    """Until all have ended; when one fails, the others are ended too and its log's end is raised."""
+    limit = time.monotonic() + ARM_TIMEOUT_S
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                tail = "\n".join(logs[failed].read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+                raise SimulationFailed(f"plugin {arm}, rank {failed} ended with code {codes[failed]}:\n{tail}")
+            if all(code == 0 for code in codes):
+                return
+            if time.monotonic() > limit:
+                raise SimulationFailed(f"plugin {arm} did not end within {ARM_TIMEOUT_S:g} s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                next(p for p, code in zip(processes, codes, strict=True) if code is None).wait(timeout=1.0)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
