@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from sgl_amd_mono.common import state
+from sgl_amd_mono.common.peer import PeerBuffer
 from sgl_amd_mono.common.refusals import reason
-from sgl_amd_mono.common.runtime import Kernel, Runtime, RuntimeRequest
+from sgl_amd_mono.common.runtime import Kernel, Runtime, RuntimeRequest, describe_fault
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer
 
@@ -38,6 +39,10 @@ K2_SLOT = 128
 MAX_LAYERS = 255 - K2_SLOT
 
 RUN, WARM_UP = 1, 0  # the kernels' `mode` argument
+
+
+class StepFault(RuntimeError):
+    """A wait of this step passed its deadline on some rank, and the kernels were built to return (`stop=False`)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,9 @@ class Step:
         widths: dict[int, WidthLaunches],
         epoch: torch.Tensor,
         pools: state.StatePools,
+        peers: PeerBuffer,
+        keys: Sequence[Any],
+        stop: bool,
     ) -> None:
         self.view, self.geometry, self.runtime = view, geometry, runtime
         self.before_launch: list[Callable[[LaunchEvent], None]] = []
@@ -135,6 +143,7 @@ class Step:
             str(bound.kernel): bound.kernel for at in widths.values() for bound in (*at.k1.values(), *at.k2.values())
         }
         self._original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
+        self.peers, self._keys, self._stop = peers, tuple(keys), stop
 
     @torch.no_grad()
     def forward(
@@ -155,6 +164,7 @@ class Step:
 
         Raises:
             StateLayoutError: at the first step, where a state pool does not fit.
+            StepFault: a `stop=False` build lost a wait; a `stop=True` build ends the process with a GPU fault instead.
         """
         at = self._widths.get(plan.key.rows) if plan.key.forward_mode == "decode" else None
         extra = (input_embeds, pp_proxy_tensors, get_embedding, *more.values())
@@ -183,6 +193,8 @@ class Step:
                 normed, residual = state.input_norm(view, hidden, residual)
                 core = state.attention_core(view, positions, normed, forward_batch)
             hidden, residual = self._layer_tail(at, view, core, residual, indices, forward_batch)
+        if not self._stop:
+            self._raise_fault()
         return state.finish(model, input_ids, hidden, residual, forward_batch)
 
     def _gdn_front(
@@ -241,6 +253,13 @@ class Step:
         for observer in self.observers:
             observer(event)
 
+    def _raise_fault(self) -> None:
+        """Read the fault block back; only builds that return from a lost wait do this, a server never does."""
+        self.runtime.synchronize()
+        fault = self.peers.fault_state()
+        if fault.failed:
+            raise StepFault(describe_fault(fault, self._keys))
+
     def close(self) -> None:
         """Release the peer memory and what the runtime holds."""
         self.runtime.close()
@@ -279,13 +298,7 @@ def build_step(
         keys += [gdn.GdnKey(geometry, width, first_layer=f, state_dtype=ssm_dtype, stop=stop) for f in firsts]
         keys.append(layer.LayerKey(geometry, width, stop=stop))
     kernels = agree(group, f"{name}: building the kernels", lambda: dict(zip(keys, runtime.build(keys))))
-    digest = hashlib.sha256(repr([(v.layer, v.kind) for v in view.layers] + keys).encode()).hexdigest()
-    digests = group.all_gather(digest)
-    if len(set(digests)) > 1:
-        found = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(digests))
-        fix = "install the same sgl-amd-mono and start every rank with the same arguments"
-        raise RuntimeError(reason(f"{name}: launch lists", found, "one list on all ranks", fix))
-
+    same_launches(group, name, view, keys)
     peers = agree(group, f"{name}: the peer buffer", lambda: runtime.peer_buffer(layer.peer_bytes(geometry), group))
     epoch = runtime.zeros(4, "epoch").view(torch.int32)
     shared = {
@@ -337,6 +350,9 @@ def build_step(
         widths=bound,
         epoch=epoch,
         pools=pools,
+        peers=peers,
+        keys=keys,
+        stop=stop,
     )
 
 
@@ -378,8 +394,22 @@ def _warm_up(runtime: Runtime, widths: dict[int, WidthLaunches], kernels: dict[A
             seen.add(id(bound.kernel))
             args = bound.with_args(mode=WARM_UP)
             runtime.launch(bound.kernel, [0 if value is None else value for value in args])
+    runtime.synchronize()
     if len(seen) != len(set(map(id, kernels.values()))):
         raise RuntimeError(f"{len(kernels)} kernels were built, {len(seen)} are launched")
+
+
+def same_launches(group: state.RankGroup, name: str, view: state.ModelView, keys: Sequence[Any]) -> None:
+    """Raise RuntimeError on every rank unless all ranks will run the same launches of the same layers.
+
+    A launch that one rank lacks would leave its peers waiting in theirs until the deadline.
+    """
+    text = repr([(v.layer, v.kind) for v in view.layers]) + " ".join(key.digest() for key in keys)
+    digests = group.all_gather(hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) > 1:
+        found = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))
+        fix = "install the same sgl-amd-mono and start every rank with the same arguments"
+        raise RuntimeError(reason(f"{name}: launch lists", found, "one list on all ranks", fix))
 
 
 def agree(group: state.RankGroup, what: str, action: Callable[[], Any]) -> Any:

@@ -115,5 +115,9 @@ def test_a_pool_that_does_not_fit_is_refused_at_the_first_step(found: dict[str, 
     assert f"{where}: SSM state: found torch.bfloat16; needed: torch.float32, as built; fix: --mamba-ssm-dtype" in text
 
 
+def test_a_lost_wait_gives_no_logits(found: dict[str, Any]) -> None:
+    assert found["fault"] == "StepFault: rank 0 failed and left no record"
+
+
 def test_close(found: dict[str, Any]) -> None:
     assert found["closed"]

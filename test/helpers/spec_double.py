@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn_naive, layer_naive
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
@@ -36,6 +37,9 @@ class DoublePeers:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.table = torch.tensor([self.memory.data_ptr()], dtype=torch.int64)
         self.closed = False
+
+    def fault_state(self) -> FaultState:
+        return decode_fault_block(self.memory[:FAULT_BLOCK_BYTES].view(torch.int32).tolist())
 
     def close(self) -> None:
         self.closed = True
@@ -64,6 +68,9 @@ class DoubleRuntime:
     def peer_buffer(self, nbytes: int, group: Any) -> DoublePeers:
         self.peers = DoublePeers(nbytes)
         return self.peers
+
+    def synchronize(self) -> None:
+        """Launches run at once here."""
 
     def deadline_ticks(self, seconds: float) -> int:
         return round(seconds * TICKS_PER_SECOND)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sgl_amd_mono.common.sync import ERROR_OFFSET
+
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13, 14, 15], [3, 4, 5, 6, 7]]
 TOKENS = [[1, 2, 3], [7, 8, 9], [17, 18, 19]]
 
@@ -89,6 +91,7 @@ def checks(folder: Path) -> dict[str, Any]:
     found.update(uncovered(loaded, step, run))
     found.update(observers(step, run))
     found["tracking"] = tracking(loaded, step, run)
+    found["fault"] = fault(step, run)
     found["refused pools"] = refused_pools(loaded, step)
     step.close()
     found["closed"] = runtime.closed
@@ -211,6 +214,20 @@ def tracking(loaded: Any, step: Any, run: Run) -> dict[str, Any]:
         linear._track_mamba_state_decode = original
         step.before_launch.clear()
     return {"unmarked": unmarked, "calls": calls}
+
+
+def fault(step: Any, run: Run) -> str:
+    """An error word in the fault block: a build that returns from a lost wait raises before SGLang sees the logits."""
+    block = step.peers.memory.view(torch.int32)
+    before = block.clone()
+    block[ERROR_OFFSET // 4] = 1
+    try:
+        run(plugin=True)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        block.copy_(before)
+    return ""
 
 
 def refused_pools(loaded: Any, step: Any) -> str:
