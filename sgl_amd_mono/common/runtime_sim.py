@@ -594,7 +594,7 @@ class SimulatorPeerBuffer:
         self.table = torch.tensor(self.addresses, dtype=torch.int64)
         self._space = space
         self._blocks = [
-            Block(address, nbytes, f"peer{owner}", "peer", place.host_address, place.shared, (), True)
+            Block(address, nbytes, f"peer{owner}", "mailbox", place.host_address, place.shared, (), True)
             for owner, (address, place) in enumerate(zip(self.addresses, owners, strict=True))
         ]
         space.peer_blocks.extend(self._blocks)

@@ -27,6 +27,7 @@ class RingKey(BuildKey):
     blocks: int = 8
     ranks: int = 1
     stop: bool = False
+    wrong_tag: bool = False  # negative control: pairs of the ring carry the next launch's tag
     model: ClassVar[str] = "test"
     launch: ClassVar[str] = "ring"
     abi: ClassVar[Abi] = (("src", "ptr"), ("out", "ptr"), ("state", "ptr"), *SYNC_ABI)
@@ -81,7 +82,10 @@ class RingKey(BuildKey):
 
             with d.if_(d.compare("eq", tid, d.I32(0))):
                 total = before()[0] + own
+                right = s.tag
+                s.tag = right + 1 if self.wrong_tag else right
                 s.put(ring, block, total)
+                s.tag = right
                 with d.if_(d.compare("eq", block, d.I32(self.blocks - 1))):
                     for other in range(1, self.ranks):
                         with d.if_(d.compare("eq", rank, d.I32(other - 1))):
