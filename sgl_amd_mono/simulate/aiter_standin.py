@@ -10,6 +10,7 @@ stand-in because it is one: nothing of AITER is in it, and it says nothing of AI
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -67,13 +68,20 @@ def e8m0_unshuffle(scale: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 5, 3, 1, 4, 2).contiguous().reshape(rows, columns)
 
 
-def dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values of MXFP4 codes as bf16, which holds them exactly: packed ``[.., N, K/2]``, scale ``[.., N, K/32]``."""
+@functools.cache
+def _byte_values() -> torch.Tensor:
+    """int32 ``[256]``: the two bf16 values of a byte of codes, the even column's in the low half."""
     magnitudes = torch.tensor(E2M1_MAGNITUDES)
-    table = torch.cat([magnitudes, -magnitudes]).to(torch.bfloat16)
-    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).reshape(*packed.shape[:-1], -1)
-    values = table[codes.int()].unflatten(-1, (-1, MX_BLOCK))
-    return (values * e8m0_value(scale).to(torch.bfloat16).unsqueeze(-1)).flatten(-2)
+    values = torch.cat([magnitudes, -magnitudes]).to(torch.bfloat16)
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 0xF], values[byte >> 4]], dim=-1).view(torch.int32).flatten()
+
+
+def dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Values of MXFP4 codes as bf16, which holds them exactly: packed ``[N, K/2]``, scale ``[N, K/32]``."""
+    values = _byte_values().index_select(0, packed.flatten().int()).view(torch.bfloat16)
+    blocks = values.view(*scale.shape, MX_BLOCK)
+    return (blocks * e8m0_value(scale).to(torch.bfloat16).unsqueeze(-1)).flatten(-2)
 
 
 def e8m0_value(code: torch.Tensor) -> torch.Tensor:
@@ -121,28 +129,22 @@ class GateMode(enum.Enum):
     INTERLEAVE = "interleave"
 
 
-class _Plain:
-    """Dequantised values of one layer's shuffled experts, kept as long as their storage lives."""
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        packed = unshuffle_weight(weight.view(torch.uint8))
-        codes = e8m0_unshuffle(scale.view(torch.uint8).reshape(-1, scale.shape[-1])).reshape(scale.shape)
-        self.values = dequantise(packed, codes)
+_plain: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
 
 
-_cache: dict[tuple[int, int], _Plain] = {}
-
-
-def _plain_values(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    key = (weight.data_ptr(), weight.numel())
-    if key not in _cache:
-        _cache[key] = _Plain(weight, scale)
-    return _cache[key].values
+def _plain_values(weight: torch.Tensor, scale: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's dequantised values, computed at its first use from the shuffled bytes that the launches read too."""
+    experts = _plain.setdefault((weight.data_ptr(), weight.numel()), {})
+    if expert not in experts:
+        rows, columns = scale.shape[-2:]
+        codes = scale.view(torch.uint8).reshape(-1, columns)[expert * rows : (expert + 1) * rows]
+        experts[expert] = dequantise(unshuffle_weight(weight[expert].view(torch.uint8)), e8m0_unshuffle(codes))
+    return experts[expert]
 
 
 def forget_weights() -> None:
     """Drop the dequantised copies (a new model may be loaded at the same addresses)."""
-    _cache.clear()
+    _plain.clear()
 
 
 def fused_moe(
@@ -175,16 +177,15 @@ def fused_moe(
     given = {name for name, value in unused.items() if value not in (None, False, 0, 0.0)}
     if given:
         raise NotImplementedError(f"the stand-in does not cover the arguments {sorted(given)}")
-    gate_up, down = _plain_values(w1, w1_scale), _plain_values(w2, w2_scale)
-    width = gate_up.shape[1] // 2
+    width = w1.shape[1] // 2
     x = quantise_activation(hidden_states)
     per_pick = hidden_states.new_zeros(*topk_ids.shape, hidden_states.shape[-1], dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         row, pick = (topk_ids == expert).nonzero(as_tuple=True)
-        projected = sums.matmul(x[row], gate_up[expert])
+        projected = sums.matmul(x[row], _plain_values(w1, w1_scale, expert))
         gate, up = projected[:, :width], projected[:, width:]
         intermediate = quantise_activation(gate / (1.0 + torch.exp(-gate)) * up)
-        per_pick[row, pick] = sums.matmul(intermediate, down[expert])
+        per_pick[row, pick] = sums.matmul(intermediate, _plain_values(w2, w2_scale, expert))
     weighted = per_pick * topk_weight.float().unsqueeze(-1)
     return sums.add(weighted.transpose(-1, -2)).to(hidden_states.dtype)
 

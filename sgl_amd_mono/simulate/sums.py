@@ -12,6 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
+RUN = 16
+"""Terms that stay neighbours in another order: whole cache lines are copied."""
+
 _seed: int | None = None
 _permutations: dict[int, torch.Tensor] = {}
 
@@ -29,22 +32,17 @@ def reordered(seed: int | None) -> Iterator[None]:
         _permutations.clear()
 
 
-def set_order(seed: int | None) -> None:
-    """Change the order for the rest of the process (a rank that is told by another process)."""
-    global _seed
-    _seed = seed
-    _permutations.clear()
-
-
 def _ordered(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if _seed is None:
         return operands
     terms = operands[0].shape[-1]
+    run = RUN if terms % RUN == 0 else 1
     permutation = _permutations.get(terms)
     if permutation is None:
-        permutation = torch.randperm(terms, generator=torch.Generator().manual_seed(_seed * 1_000_003 + terms))
+        generator = torch.Generator().manual_seed(_seed * 1_000_003 + terms)
+        permutation = torch.randperm(terms // run, generator=generator)
         _permutations[terms] = permutation
-    return tuple(operand.index_select(-1, permutation) for operand in operands)
+    return tuple(operand.unflatten(-1, (-1, run)).index_select(-2, permutation).flatten(-2) for operand in operands)
 
 
 def add(values: torch.Tensor) -> torch.Tensor:
