@@ -69,7 +69,7 @@ class RankWeights:
         return naive.LayerWeights(t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], self._experts)
 
 
-def random_weights(geometry: Geometry, seed: int, experts: Callable[[int], Sequence[int]] | None = None):
+def random_weights(geometry: Geometry, seed: int, experts: Sequence[int] | None = None):
     """Weights of every rank, seeded; only the experts in `experts` are filled (all where it is None)."""
     g = geometry
     rng = torch.Generator().manual_seed(seed)

@@ -33,7 +33,7 @@ widths = pytest.mark.parametrize("width", WIDTHS)
 
 @cache
 def weights() -> list[kb.RankWeights]:
-    ranks = kb.random_weights(GEOMETRY, WEIGHT_SEED, experts=lambda _: ())
+    ranks = kb.random_weights(GEOMETRY, WEIGHT_SEED, experts=())
     for rank in ranks:
         rank.keep_experts = False
     return ranks
