@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from .asm import Instruction, KernelArg
 from .code import CodeObject
+from .decode import mnemonics
 from .errors import SimError, SimFault, Waiting
 from .faults import DelayStores, DropStores, Stall
 from .machine import Launch, Machine
 from .report import LaunchReport, Report
 
 __all__ = [
-    "CodeObject", "DelayStores", "DropStores", "Instruction", "KernelArg", "Launch", "LaunchReport", "Machine", "Report",
-    "SimError", "SimFault", "Stall", "Waiting",
+    "CodeObject", "DelayStores", "DropStores", "Instruction", "KernelArg", "Launch", "LaunchReport", "Machine",
+    "Report", "SimError", "SimFault", "Stall", "Waiting", "mnemonics",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ import numpy as np
 from . import convert_table, mfma_table
 from .asm import Instruction
 from .errors import SimError
+from .library import operations
 
 RECORD = np.dtype(
     [
@@ -60,7 +61,10 @@ _FLAG = re.compile(
 )
 _SEL = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3, "WORD_0": 4, "WORD_1": 5, "DWORD": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
-_KEEP_HIGH = {"v_mad_u16", "v_mad_i16", "v_fma_f16", "v_div_fixup_f16"}  # the others clear the unused half (gfx9)
+# VOP3 operations that gfx9 introduced with op_sel keep the unused half of the destination; the others clear it.
+_KEEP_HIGH = {"v_mad_u16", "v_mad_i16", "v_fma_f16", "v_div_fixup_f16", "v_add_i16", "v_sub_i16"} | {
+    f"v_{name}3_{kind}" for name in ("min", "max", "med") for kind in ("f16", "i16", "u16")
+}
 _WIDTH = {"q": 2, "d": 2, "k": 2, "m": 2}
 _HWREG = {
     "HW_REG_MODE": 1, "HW_REG_STATUS": 2, "HW_REG_TRAPSTS": 3, "HW_REG_HW_ID": 4, "HW_REG_GPR_ALLOC": 5, "HW_REG_LDS_ALLOC": 6,
@@ -873,6 +877,33 @@ def _blank() -> dict:
 
 
 _CONVERSIONS = {info.name: (kind, info) for kind, info in enumerate(convert_table.CONVERSIONS)}
+
+
+def mnemonics() -> tuple[str, ...]:
+    """Every mnemonic that the engine executes, without the encoding suffixes (_e32, _e64, _dpp, _sdwa)."""
+    names = {n for n, (_, signature, _) in operations().items() if signature not in ("?", "mem", "ds", "smem")}
+    names = {n for n in names if not n.endswith("_clamp")}
+    names |= set(mfma_table.MNEMONICS) | set(_CONVERSIONS)
+    names |= {f"s_{kind}load_dword{n}" for kind in ("", "buffer_") for n in ("", "x2", "x4", "x8", "x16")}
+    for segment in ("global", "flat", "scratch", "buffer"):
+        names |= {f"{segment}_load_{suffix}" for suffix in _LOADS} | {f"{segment}_store_{suffix}" for suffix in _STORES}
+        if segment != "scratch":
+            for name in _ATOMIC:
+                names.add(f"{segment}_atomic_{name}")
+                if not name.endswith(("f32", "f16", "f64")):
+                    names.add(f"{segment}_atomic_{name}_x2")
+    names -= {n for n in names if n.endswith("pk_add_bf16_x2")}
+    names |= {
+        f"global_load_lds_{suffix}" for suffix in ("ubyte", "sbyte", "ushort", "sshort", "dword", "dwordx3", "dwordx4")
+    }
+    names |= {f"ds_read_{suffix}" for suffix in (*_DS_LOADS, *_DS_TR)} | {f"ds_write_{suffix}" for suffix in _DS_STORES}
+    names |= {f"ds_{rw}2{st}_{bits}" for rw in ("read", "write") for st in ("", "st64") for bits in ("b32", "b64")}
+    for name in _DS_ATOMICS:
+        names.add(f"ds_{name}")
+        head, _, tail = name.rpartition("_")
+        names.add(f"ds_{head}_rtn_{tail}")
+    names |= {"ds_bpermute_b32", "ds_permute_b32", "ds_swizzle_b32", "ds_nop"}
+    return tuple(sorted(names))
 
 
 def _lookup(table: dict[str, tuple[int, int]], name: str) -> tuple[int, int]:

@@ -53,12 +53,14 @@ static const Ins *op_s_trap(Wave *w, const Ins *i) { return raise_fault(w, i, FA
 static const Ins *op_s_memrealtime(Wave *w, const Ins *i) {
     w->read_clock = 1;
     put64(w->s, i->dst, w->m->clock);
+    if (w->adv) adv_hold_scalars(w, i->dst, 2);
     return i + 1;
 }
 // The shader clock: 24 cycles a tick of the 100 MHz clock.
 static const Ins *op_s_memtime(Wave *w, const Ins *i) {
     w->read_clock = 1;
     put64(w->s, i->dst, w->m->clock * 24);
+    if (w->adv) adv_hold_scalars(w, i->dst, 2);
     return i + 1;
 }
 static const Ins *op_buffer_inv(Wave *w, const Ins *i) { if (w->adv) adv_inv(w, i); return i + 1; }

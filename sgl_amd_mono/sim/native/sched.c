@@ -19,6 +19,8 @@ const Ins *op_watched(Wave *w, const Ins *i);
 // Passes over all waves in which every wave only polls, before the clock jumps.
 #define IDLE_ROUNDS 4
 #define IDLE_ROUNDS_ADVERSARIAL 24
+// Preempted slices may hold no s_sleep or clock read: a wave counts as polling for this many slices after one.
+#define POLL_AGE 16
 // A machine that only polls for this long (virtual) will never end: 2^37 ticks, 23 minutes.
 #define CLOCK_HORIZON (1ull << 37)
 // Instructions of one wave a clock tick: about 2.4 GHz / 4 cycles / 100 MHz.
@@ -38,6 +40,7 @@ Machine *sim_machine_new(uint32_t ranks, uint32_t cus, uint32_t adversarial, uin
 void sim_machine_free(Machine *m) {
     if (!m) return;
     memory_free(m);
+    adv_free(m);
     free(m->spaces); free(m->stalls); free(m->store_faults); free(m->late); free(m->nodes); free(m->launches); free(m->groups);
     free(m);
 }
@@ -449,7 +452,9 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 m->icount += did;
                 if (did > longest) longest = did;
                 const int effect = m->version != before || w->state != WAVE_READY;
-                int polled = !effect && (w->slept || w->read_clock);
+                if (w->slept || w->read_clock) w->poll_age = 0;
+                else if (w->poll_age < 255) w->poll_age++;
+                int polled = !effect && w->poll_age < (m->adversarial ? POLL_AGE : 1);
                 clocked += w->read_clock;
                 if (effect) w->hash_valid = 0;
                 else if (hashing) {
@@ -493,9 +498,10 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         idle++;
         if (starved) continue;
         if (working) { if (idle > 64 && !hashing) continue; if (working) continue; }
-        if (idle < (m->adversarial ? IDLE_ROUNDS_ADVERSARIAL : IDLE_ROUNDS)) continue;
+        if (idle < IDLE_ROUNDS) continue;
         // every wave only polls
         if (m->adversarial && adv_force_drain(m)) { idle = 0; continue; }
+        if (m->adversarial && idle < IDLE_ROUNDS_ADVERSARIAL) continue;
         if (m->nlate) { // the next event
             const uint64_t due = next_late_store(m);
             if (due > m->clock + jump && clocked) m->clock += jump; else m->clock = due;

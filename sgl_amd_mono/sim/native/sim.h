@@ -159,6 +159,7 @@ struct Wave {
     int32_t budget;        // backward branches left in this slice
     uint8_t state;
     uint8_t slept, read_clock;
+    uint8_t poll_age;      // slices since the wave last slept or read the clock
     uint8_t gpr_idx;       // s_set_gpr_idx_on: bits src0, src1, src2, dst
     uint32_t gpr_idx_value;
     uint32_t id;           // wave in workgroup
@@ -396,5 +397,9 @@ void adv_slice(Wave *w);
 int adv_force_drain(Machine *m);
 void adv_finish(Machine *m);
 void adv_start(Machine *m);
+void adv_free(Machine *m);
+void adv_count_vm(Wave *w);
+void adv_count_lgkm(Wave *w);
+void adv_hold_scalars(Wave *w, uint32_t dst, uint32_t n);
 
 #endif

@@ -120,6 +120,11 @@ static int account(Wave *w, const Ins *i, const Lanes *p, Alloc *al, uint32_t by
     return 0;
 }
 
+// No lane is active: the operation still counts for s_waitcnt.
+static const Ins *nothing(Wave *w, const Ins *i) {
+    if (w->adv) adv_count_vm(w);
+    return i + 1;
+}
 static int synchronising(const Ins *i, const Alloc *al) { return (i->flags & (F_SC0 | F_SC1)) || al->kind == KIND_MAILBOX; }
 
 static const Ins *load_split(Wave *w, const Ins *i, const Lanes *p, uint32_t lds_base);
@@ -127,7 +132,7 @@ static const Ins *load_split(Wave *w, const Ins *i, const Lanes *p, uint32_t lds
 // lds_base: where lane 0 lands for LDS DMA.
 static const Ins *load(Wave *w, const Ins *i, const Lanes *p, uint32_t lds_base) {
     const uint32_t bytes = i->mem_bytes;
-    if (!p->mask) return i + 1;
+    if (!p->mask) return nothing(w, i);
     Alloc *al = common_alloc(w, p, bytes);
     if (unlikely(!al)) return load_split(w, i, p, lds_base);
     int polled = 0;
@@ -199,7 +204,7 @@ static const Ins *load_split(Wave *w, const Ins *i, const Lanes *p, uint32_t lds
 // ---- stores ----
 static const Ins *store(Wave *w, const Ins *i, const Lanes *p) {
     const uint32_t bytes = i->mem_bytes;
-    if (!p->mask) return i + 1;
+    if (!p->mask) return nothing(w, i);
     Alloc *al = common_alloc(w, p, bytes);
     if (unlikely(!al)) {
         uint64_t rest = p->mask;
@@ -330,7 +335,7 @@ static inline void atomic_data(const Wave *w, const Ins *i, int l, uint64_t *x, 
 // Lanes act in ascending order. F_SC0: the old value is returned.
 static const Ins *atomic(Wave *w, const Ins *i, const Lanes *p) {
     const uint32_t bytes = i->mem_bytes;
-    if (!p->mask) return i + 1;
+    if (!p->mask) return nothing(w, i);
     for (uint64_t m = p->mask; m; m &= m - 1) { // check before anything changes
         const int l = __builtin_ctzll(m);
         Alloc *al = lane_alloc(w, i, p->a[l], l, bytes, 1);
@@ -359,7 +364,10 @@ static const Ins *atomic(Wave *w, const Ins *i, const Lanes *p) {
             if (bytes == 8) w->v[i->dst + 1][l] = (uint32_t)(old >> 32);
         }
     }
-    if (w->adv && (i->flags & F_SC0)) adv_hold_rows(w, i->dst, bytes / 4, p->mask);
+    if (w->adv) {
+        if (i->flags & F_SC0) adv_hold_rows(w, i->dst, bytes / 4, p->mask);
+        else adv_count_vm(w);
+    }
     return i + 1;
 }
 
@@ -394,7 +402,10 @@ static const Ins *scratch_access(Wave *w, const Ins *i, const uint64_t *offset, 
         if (i->mem_bytes < 4 && i->aux) x[0] >>= 16;
         memcpy(h, x, i->mem_bytes);
     }
-    if (w->adv && !write) adv_hold_rows(w, i->dst, (i->mem_bytes + 3u) / 4, mask);
+    if (w->adv) {
+        if (!write && i->aux < 2) adv_hold_rows(w, i->dst, (i->mem_bytes + 3u) / 4, mask);
+        else adv_count_vm(w);
+    }
     return i + 1;
 }
 static void scratch_offset(Wave *w, const Ins *i, uint64_t *o) {
@@ -418,6 +429,7 @@ static const Ins *flat(Wave *w, const Ins *i, int what) { // 0 load, 1 store, 2 
     global_address(w, i, &p);
     const uint64_t all = p.mask;
     uint64_t lds = 0, priv = 0;
+    if (w->adv) adv_count_lgkm(w);
     for (uint64_t m = all; m; m &= m - 1) {
         const int l = __builtin_ctzll(m);
         const uint32_t hi = (uint32_t)(p.a[l] >> 32);
