@@ -541,8 +541,11 @@ class _RankSpace:
             owner = self._owned_by(address, nbytes)
             if owner is not None:
                 whole, label = owner
-                regions = tuple((n, o, b) for n, (o, b) in kernel.key.scratch_regions().items())
-                blocks.append(self._block(whole.data_ptr(), whole.numel(), label, "mailbox", whole, regions, True))
+                # hand-offs lie in the scratch alone; other persistent buffers (activations, the epoch) are plain
+                hand_offs = kernel.key.scratch_regions().items() if name == "scratch" else ()
+                regions = tuple((n, o, b) for n, (o, b) in hand_offs)
+                kind = "mailbox" if name == "scratch" else "plain"
+                blocks.append(self._block(whole.data_ptr(), whole.numel(), label, kind, whole, regions, True))
             elif nbytes:
                 ranges.append((address, address + nbytes, name, name in kernel.key.readonly, tensor))
         ranges.sort(key=lambda r: r[:2])
