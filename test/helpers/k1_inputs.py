@@ -71,7 +71,7 @@ class K1Case:
         """Decoded fault block of the rank that runs."""
         return decode_fault_block(self.fault_blocks[0].tolist())
 
-    def naive(self) -> GdnTrace:
+    def naive(self, products: tuple[Tensor, Tensor] | None = None) -> GdnTrace:
         """The definition's result, from the pools as they are now."""
         return gdn_front(
             self.key.geometry,
@@ -82,7 +82,23 @@ class K1Case:
             self.conv_state,
             self.ssm_state,
             round_beta=self.key.round_beta,
+            products=products,
         )
+
+    def products(self) -> tuple[Tensor, Tensor]:
+        """(in_proj_qkvz, in_proj_ba) as the launch handed them over: PROJ, and the slices of LEFT and BA summed."""
+        g, width = self.key.geometry, self.key.width
+        regions = gdn.scratch_regions(g, width)
+
+        def values(name: str) -> Tensor:
+            offset, nbytes = regions[name]
+            return self.scratch[offset : offset + nbytes].view(torch.int32).view(-1, 2)[:, 0].contiguous()
+
+        parts = [values("PROJ").view(torch.bfloat16).view(width, -1)]
+        if g.leftover_groups:
+            parts.append(values("LEFT").view(torch.float32).view(width, -1, g.leftover_slices).sum(-1).bfloat16())
+        ba = values("BA").view(torch.float32).view(width, g.ba_rows, -1).sum(-1).bfloat16()
+        return torch.cat(parts, 1), ba
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Tensor arguments by ABI name."""

@@ -48,7 +48,7 @@ def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
     from sgl_amd_mono.sim import Stall
 
     case = make_case(GdnKey(place.geometry, width, stop=False), seed=31)
-    before, trace = Before.of(case), case.naive()
+    before = Before.of(case)
     stall = Stall(rank=0, workgroup=place.workgroup, wave=place.wave, at=place.at)
     report = run(case, memory=memory, faults=[stall])
     assert report.stalled
@@ -66,7 +66,7 @@ def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
     assert DEADLINE_TICKS <= report.clock_end - report.clock_start < 3 * DEADLINE_TICKS
 
     # No state row is torn (each is as it was, or as the definition has it), and the stalled ones are as they were.
-    written = torn_rows(case, before, trace)
+    written = torn_rows(case, before)
     blocked = blocked_units(place, width)
     for t, head, first in blocked:
         assert not written[t, head, first : first + 8].any(), f"row {t}, head {head}, state row {first} was written"
@@ -75,10 +75,10 @@ def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
         assert torch.equal(case.conv_state[slot, :128], before.conv[slot, :128]), "the first q window was written"
 
 
-def torn_rows(case: K1Case, before: Before, trace: object) -> torch.Tensor:
+def torn_rows(case: K1Case, before: Before) -> torch.Tensor:
     """bool [width, heads, 128]: state rows that were written; fails where a row is neither old nor new."""
     slots = case.state_index.long()
-    now, old, new = case.ssm_state[slots].double(), before.ssm[slots].double(), trace.ssm_rows
+    now, old, new = case.ssm_state[slots].double(), before.ssm[slots].double(), before.trace.ssm_rows
     is_old = (now == old).all(-1)
     is_new = (now - new).norm(dim=-1) <= 1e-3 * new.norm(dim=-1) + 1e-9
     assert bool((is_old | is_new).all())

@@ -126,11 +126,14 @@ def gdn_front(
     ssm_state: Tensor,
     *,
     round_beta: bool = True,
+    products: tuple[Tensor, Tensor] | None = None,
 ) -> GdnTrace:
     """K1 of one layer on one rank.
 
     hidden, residual bf16 [S, hidden] (residual None: the model's first layer); state_index int32 [>= S], <= 0 marks a
     pad row; conv_state bf16 [slots, channels, 3]; ssm_state f32 or bf16 [slots, value_heads, 128, 128].
+    `products`: (in_proj_qkvz [S, qkvz_rows], in_proj_ba [S, ba_rows]) to go on from, instead of those computed here: a
+    kernel's own, so that a product that lies between two bf16 values does not hide what comes after it.
     Nothing is changed in place: the rows after the step are in the trace, `store_rows` writes them into pools.
     """
     g = geometry
@@ -140,8 +143,8 @@ def gdn_front(
     slot = torch.where(live, index, torch.zeros_like(index))
 
     residual_out, x = residual_and_norm(hidden, residual, weights.norm_w, g.eps)
-    proj = project(x, weights.w_qkvz)
-    ba = project(x, weights.w_ba)
+    proj = project(x, weights.w_qkvz) if products is None else products[0].double()
+    ba = project(x, weights.w_ba) if products is None else products[1].double()
 
     conv_out, conv_rows = conv_update(proj[:, : g.conv_channels], conv_state[slot], weights.conv_w)
     q = l2norm(conv_out[:, : g.key_width].reshape(rows, g.key_heads, g.head_dim)) * g.head_dim**-0.5

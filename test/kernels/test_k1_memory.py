@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1 under the adversarial memory model, and what that model must catch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers.k1_gates import Before, failures, same_bits
+from helpers.k1_inputs import K1Case, built, make_case, run
+
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+
+full = pytest.mark.full
+TP1, TP2 = Geometry.small(1), Geometry.small(2)
+SEEDS = 24  # three a width, of which `make test` runs three
+CONTROL_SEEDS, CONTROL_SEEN = 20, 19
+
+
+def copy(case: K1Case) -> K1Case:
+    """The same inputs, fresh outputs and pools."""
+    return dataclasses.replace(case, conv_state=case.conv_state.clone(), ssm_state=case.ssm_state.clone())
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s in (0, 3, 9) else full) for s in range(SEEDS)])
+def test_gates_hold_and_bits_do_not_depend_on_the_schedule(seed: int) -> None:
+    width = seed % 8 + 1
+    geometry = TP2 if seed >= 16 else TP1
+    key = GdnKey(
+        geometry,
+        width,
+        first_layer=seed % 5 == 4,
+        state_dtype="bfloat16" if seed % 3 == 2 else "float32",
+        stop=False,
+    )
+    case = make_case(key, seed=40 + seed, pads=(width - 1,) if seed % 4 == 1 else ())
+    plain = copy(case)
+    before = Before.of(case)
+    run(case, memory="adversarial", seed=seed)
+    assert not failures(case, before)
+    assert not case.fault.failed
+    run(plain)
+    for name in ("core", "residual_out", "conv_state", "ssm_state"):
+        assert same_bits(getattr(case, name), getattr(plain, name)), f"{name} depends on the schedule"
+
+
+def seen(case: K1Case, code: object, seed: int) -> bool:
+    """Whether a run of broken code is caught: a simulator fault, a wait out of time, or a gate."""
+    from sgl_amd_mono.sim import SimFault
+
+    case = copy(case)
+    before = Before.of(case)
+    try:
+        run(case, memory="adversarial", seed=seed, code=code)
+    except SimFault:
+        return True
+    return case.fault.failed or bool(failures(case, before))
+
+
+def without_wait(code: object, counter: str, before: str, nth: int = 0) -> object:
+    """`code` without the last s_waitcnt on `counter` in front of the nth instruction that starts with `before`."""
+    texts = [(i.line, i.text) for i in code.instructions]
+    end = [n for n, (_, text) in enumerate(texts) if text.startswith(before)][nth]
+    line = next(line for line, text in reversed(texts[:end]) if text.startswith("s_waitcnt") and counter in text)
+    return code.delete(line)
+
+
+BROKEN = {
+    "products stored without device scope": lambda code: code.replace(
+        r"^(global_store_dwordx2 (?!.*sc0).*) sc1$", r"\1", nth=None
+    ),
+    "pairs polled without device scope": lambda code: code.replace(
+        r"^(global_load_dwordx2 (?!.*sc0).*) sc1$", r"\1", nth=None
+    ),
+    "no wait for hidden": lambda code: without_wait(code, "vmcnt", "v_pk_"),
+    "no wait for the first weights": lambda code: without_wait(code, "vmcnt", "v_mfma"),
+    "no wait for x in LDS": lambda code: without_wait(code, "lgkmcnt", "v_mfma"),
+    "no wait for the polled pairs": lambda code: without_wait(code, "vmcnt", "v_pk_mul_f32", nth=-1),
+}
+
+
+@pytest.mark.parametrize("seeds", [pytest.param(4, id="4"), pytest.param(CONTROL_SEEDS, marks=full, id="20")])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_code_is_caught(name: str, seeds: int) -> None:
+    """Negative controls: in at least 19 of 20 schedules (in all of the first four)."""
+    from sgl_amd_mono.sim import CodeObject
+
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=71)
+    code = BROKEN[name](CodeObject.parse(built(case.key).isa))
+    caught = sum(seen(case, code, seed) for seed in range(seeds))
+    assert caught >= seeds - (CONTROL_SEEDS - CONTROL_SEEN if seeds == CONTROL_SEEDS else 0)
+
+
+def test_whole_code_is_not_caught() -> None:
+    """The control of the controls."""
+    from sgl_amd_mono.sim import CodeObject
+
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=71)
+    code = CodeObject.parse(built(case.key).isa)
+    assert not any(seen(case, code, seed) for seed in range(2))

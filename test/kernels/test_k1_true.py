@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K1 at the true size (256 workgroups, hidden 8192): the same gates, hand-offs, bytes."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from helpers.k1_gates import Before, failures, report, same_bits
+from helpers.k1_inputs import make_case, make_weights, run
+
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnWeights
+
+full = pytest.mark.full
+TRUE = Geometry.a95b()
+DEVICE_HOPS = 2
+
+
+@pytest.fixture(scope="module")
+def weights() -> GdnWeights:
+    return make_weights(TRUE, 90)
+
+
+@pytest.mark.parametrize(
+    ("width", "first", "dtype", "pads"),
+    [
+        pytest.param(1, False, "float32", ()),
+        pytest.param(2, True, "bfloat16", (), marks=full),
+        pytest.param(2, False, "float32", (1,), marks=full),
+        pytest.param(8, False, "float32", (3,), marks=full),
+        pytest.param(8, True, "bfloat16", (), marks=full),
+    ],
+)
+def test_true_size(width: int, first: bool, dtype: str, pads: tuple[int, ...], weights: GdnWeights) -> None:
+    key = GdnKey(TRUE, width, first_layer=first, state_dtype=dtype, stop=False)
+    case = make_case(key, seed=91, weights=weights, pads=pads)
+    before = Before.of(case)
+    result = run(case)
+    print(report(case, before), f"; {result.wave_instructions} wave-instructions; hops {result.hop_chain}")
+    assert not failures(case, before)
+    assert result.longest_device_hops <= DEVICE_HOPS and result.longest_cross_hops == 0
+    streamed = result.launches[0].streamed_per_workgroup
+    assert max(streamed) <= 1.10 * statistics.mean(streamed)
+    unique = sum(t.numel() * t.element_size() for t in (weights.w_qkvz, weights.w_ba))
+    requested = sum(sum(result.bytes_read[0, name].values()) for name in ("w_qkvz", "w_ba"))
+    assert requested <= 1.02 * unique
+
+
+@full
+def test_batch_invariance_at_true_size(weights: GdnWeights) -> None:
+    """Row 0 alone and as the last of eight: the same bits."""
+    eight = make_case(GdnKey(TRUE, 8, stop=False), seed=92, weights=weights)
+    one = make_case(GdnKey(TRUE, 1, stop=False), seed=93, weights=weights)
+    one.hidden[0], one.residual[0] = eight.hidden[7], eight.residual[7]
+    mine, theirs = int(one.state_index[0]), int(eight.state_index[7])
+    one.conv_state[mine], one.ssm_state[mine] = eight.conv_state[theirs], eight.ssm_state[theirs]
+    run(eight)
+    run(one)
+    assert same_bits(one.core[0], eight.core[7]) and same_bits(one.residual_out[0], eight.residual_out[7])
+    assert same_bits(one.conv_state[mine], eight.conv_state[theirs])
+    assert same_bits(one.ssm_state[mine], eight.ssm_state[theirs])
+    assert not torch.equal(one.core[0], eight.core[0])
