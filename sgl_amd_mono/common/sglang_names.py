@@ -231,7 +231,48 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
 AITER_NAMES: tuple[str, ...] = ("is_guinterleave",)
 
 #: Read or replaced by `sgl-amd-mono simulate` alone: its harness that runs SGLang on a machine without a GPU.
-SIMULATE_NAMES: dict[str, tuple[str, ...]] = {}
+SIMULATE_NAMES: dict[str, tuple[str, ...]] = {
+    "sglang.benchmark.one_batch": (
+        "SpawnRanks",
+        "_init_process_global_configs",
+        "get_tokenizer",
+        "load_model(server_args, port_args, gpu_id, tp_rank)",
+        "prepare_synthetic_inputs_for_latency_test",
+        "extend",
+        "publish",
+        "spawn_world_rank",
+    ),
+    "sglang.srt.distributed": ("tensor_model_parallel_all_reduce",),
+    "sglang.srt.distributed.bootstrap": ("_bind_threads_if_cpu",),
+    "sglang.srt.plugins": ("load_plugins",),
+    "sglang.srt.server_args": ("PortArgs", "prepare_server_args"),
+    "sglang.srt.kernel_plugins.amd.binding": ("device_isa", "torch"),
+    "sglang.srt.model_executor.forward_batch_info": ("ForwardBatch.init_new",),
+    "sglang.srt.layers.activation": ("SiluAndMul.forward_native",),
+    "sglang.srt.layers.layernorm": ("GemmaRMSNorm.forward_native",),
+    "sglang.srt.layers.logits_processor": ("LogitsProcessor._compute_lm_head",),
+    "sglang.srt.layers.quantization.unquant": ("UnquantizedLinearMethod.apply",),
+    "sglang.srt.layers.attention.linear.gdn_backend": (
+        "causal_conv1d_update",
+        "causal_conv1d_fn",
+        "fused_gdn_gating",
+    ),
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton": (
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule_packed_decode",
+    ),
+    "sglang.kernels.ops.attention.fla.layernorm_gated": ("RMSNorm.forward",),
+    "sglang.srt.models.qwen3_5": ("fused_sigmoid_mul",),
+    "sglang.srt.models.qwen2_moe": ("fused_gate_sigmoid_mul_add",),
+    "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4_moe": (
+        "_use_aiter",
+        "_is_gfx95",
+        "_is_shuffle_moe_mxfp4",
+        "shuffle_weight",
+        "e8m0_shuffle",
+    ),
+    "sglang.srt.layers.moe.moe_runner.aiter": ("_SMALLM_MOE_ON", "is_gfx95_supported"),
+}
 
 
 def declared() -> dict[str, tuple[str, ...]]:
@@ -274,9 +315,25 @@ def missing(names: Mapping[str, tuple[str, ...]] | None = None, root: Path | Non
         if path is None:
             wrong.append(f"{module}: no such module")
             continue
-        tree = _parsed(path)
-        wrong += [f"{module}: {why}" for name in wanted if (why := _absent(tree, name))]
+        # a package often re-exports its modules' names: `from .module import *`
+        trees = [_parsed(source) for source in (path, *_star_imports(root, module, path))]
+        for name in wanted:
+            said = [_absent(tree, name) for tree in trees]
+            if all(said):
+                wrong.append(f"{module}: {said[0]}")
     return wrong
+
+
+def _star_imports(root: Path, module: str, path: Path) -> list[Path]:
+    """Source files of the modules that `module` imports all names of."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+    for node in _walk(_parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            source = _source(root, ".".join(part for part in (base, node.module or "") if part))
+            found += [source] if source else []
+    return found
 
 
 def _source(root: Path, module: str) -> Path | None:

@@ -65,7 +65,7 @@ def test_every_import_of_sglang_is_declared(path: Path) -> None:
         "import sglang.srt.utils",
         "from sglang.srt.environ import temp_set_env",
         "from sglang.srt import environ\nprint(environ.EnvField)",
-        "import importlib\nimportlib.import_module('sglang.srt.server_args')",
+        "import importlib\nimportlib.import_module('sglang.srt.managers.scheduler')",
         "hook = 'sglang.srt.models.qwen3_5.cached_get_processor'",
     ],
 )
@@ -98,6 +98,16 @@ def test_an_undeclared_attribute_is_seen(planted: str) -> None:
     allowed = allowed_attributes()
     source = (ROOT / "common/state.py").read_text() + f"\n\ndef planted(gdn, layer, experts):\n    return {planted}\n"
     assert [attr for _, attr in attributes_read(source) if attr not in allowed]
+
+
+def test_every_replacement_of_the_harness_is_declared() -> None:
+    """What `simulate` puts in SGLang's place, by path and name."""
+    from sgl_amd_mono.simulate import harness
+
+    names = declared()
+    for replacement in harness.REPLACEMENTS:
+        assert replacement.attribute in names[replacement.module]
+    assert missing({"sglang.srt.distributed": ("tensor_model_parallel_no_such",)})  # a star import hides nothing
 
 
 def test_the_contract_itself() -> None:
