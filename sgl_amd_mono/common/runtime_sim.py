@@ -569,14 +569,16 @@ class _RankSpace:
         return None
 
     def _block(self, address: int, nbytes: int, name: str, kind: str, tensor: Any, regions: Any, keep: bool) -> Block:
-        shared = shared_bytes(tensor, address) if self.shared else None
+        shared = shared_bytes(tensor, address - tensor.data_ptr()) if self.shared else None
         return Block(address, nbytes, name, kind, None if shared else address, shared, regions, keep)
 
 
-def shared_bytes(tensor: Any, address: int) -> SharedBytes:
-    """Where ``address`` (inside ``tensor``'s storage) lies in its shared-memory file."""
-    fd, file_bytes = share_in_place(tensor)
-    return SharedBytes(os.getpid(), fd, os.fstat(fd).st_ino, file_bytes, address - tensor.untyped_storage().data_ptr())
+def shared_bytes(tensor: Any, offset: int = 0) -> SharedBytes:
+    """Where the byte ``offset`` bytes behind the tensor's first lies in the shared-memory file of its storage."""
+    fd, file_bytes = share_in_place(tensor)  # may move the storage: addresses are read after it
+    place = tensor.data_ptr() - tensor.untyped_storage().data_ptr() + offset
+    assert 0 <= place < file_bytes, (place, file_bytes)
+    return SharedBytes(os.getpid(), fd, os.fstat(fd).st_ino, file_bytes, place)
 
 
 class SimulatorPeerBuffer:
@@ -701,7 +703,7 @@ class SimulatorRuntime:
         tensor = _aligned_zeros(nbytes)
         shared = None
         if self._space.shared:
-            shared = shared_bytes(tensor, tensor.data_ptr())
+            shared = shared_bytes(tensor)
         # An address is only meaningful in the simulating process, which for unshared memory is this one.
         place = _Owner(None if shared else tensor.data_ptr(), shared)
         owners = group.all_gather(place)
