@@ -301,6 +301,17 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (bf16_order(a) - bf16_order(b)).abs()
 
 
+def ulps_at(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """Distance of two tensors in bf16 steps of the largest of |a|, |b| and `scale`.
+
+    A sum that cancels has the rounding errors of its terms: its steps are counted at their size (`scale`).
+    """
+    a, b = a.double(), b.double()
+    size = torch.maximum(torch.maximum(a.abs(), b.abs()), torch.as_tensor(scale, dtype=torch.float64))
+    step = torch.exp2(torch.floor(torch.log2(size.clamp_min(1e-30))) - 7)
+    return (a - b).abs() / step
+
+
 def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
@@ -321,20 +332,24 @@ def definition(geometry: Geometry, weights: Sequence[RankWeights], inputs: Input
     return naive.layer_post(inputs.cores, inputs.residual, [w.naive() for w in weights], inputs.row_index, geometry)
 
 
-def out_given_stages(result: Result, inputs: Inputs) -> torch.Tensor:
-    """`out` by the definition from the kernel's own normed rows, logits and quantised intermediates."""
+def out_given_stages(result: Result, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` by the definition from the kernel's own normed rows, logits and quantised intermediates.
+
+    Returns it and the size of the largest value that was rounded to bf16 on the way to each element.
+    """
     g = result.bench.geometry
     live = inputs.row_index > 0
     ids, weights = naive.route(result.logits(), g.top_k, live)
     x = result.x()
-    partials = []
+    partials, size = [], torch.zeros(result.width, g.hidden, dtype=torch.float64)
     for rank, w in enumerate(result.bench.weights):
         named = w.naive()
         packed, codes = result.inter(rank)
         routed = naive.routed_down(packed, codes, ids, weights, named.experts, g.hidden)
         gate = naive.shared_gate(x, named.w_sg)
         partials.append(naive.combine(routed, naive.shared_up(x, named.w_sgu), named.w_sd, gate))
-    return naive.clear_pads(naive.all_reduce(partials), live)
+        size = torch.maximum(size, torch.maximum(routed.double().abs(), partials[-1].double().abs()))
+    return naive.clear_pads(naive.all_reduce(partials), live), size
 
 
 def inter_given_x(result: Result, inputs: Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ WEIGHT_SEED, INPUT_SEED = 11, 12
 ROWS = 8
 PADS = {5: (1,), 7: (0, 6)}  # widths with pad rows, and which
 ADVERSARIAL_SEEDS = 24
+LOGIT_SCALE = 0.25  # a smaller logit has the errors of its 1024 terms, whose root mean square is 1.5
 full = pytest.mark.full
 
 
@@ -65,12 +66,15 @@ CASES = [
 stages = pytest.mark.parametrize(("tp", "width", "memory", "seed"), CASES)
 
 
-def assert_ulps(got: torch.Tensor, want: torch.Tensor, most: int, share: float, what: str) -> None:
-    """Every element within `most` bf16 steps, at most `share` of them different."""
-    steps = kb.ulps(got, want)
-    worst = int(steps.max())
+def assert_ulps(
+    got: torch.Tensor, want: torch.Tensor, most: int, share: float, what: str, scale: torch.Tensor | float = 0.0
+) -> None:
+    """Every element within `most` bf16 steps (see `ulps_at`), at most `share` of them different."""
+    steps = kb.ulps_at(got, want, scale)
+    worst = float(steps.max())
     assert worst <= most, f"{what}: {worst} bf16 steps at {(steps == worst).nonzero()[0].tolist()}, allowed {most}"
-    assert float((steps > 0).double().mean()) <= share, f"{what}: {float((steps > 0).double().mean()):.4f} differ"
+    different = float((got != want).double().mean())
+    assert different <= share, f"{what}: {different:.4f} differ, allowed {share}"
 
 
 @stages
@@ -95,7 +99,7 @@ def test_logits(tp: int, width: int, memory: str, seed: int) -> None:
     result, rows = launch(tp, width, memory, seed), live(tp, width)
     want = naive.logits(result.x(), weights(tp)[0].tensors["w_router"])
     assert_ulps(result.logits()[rows], want[rows], 1, 0.02, "logits from the kernel's own x")
-    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, 0.1, "logits")
+    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, 0.1, "logits", LOGIT_SCALE)
 
 
 @stages
@@ -119,7 +123,9 @@ def test_intermediates(tp: int, width: int, memory: str, seed: int) -> None:
 @stages
 def test_output_from_the_kernels_own_stages(tp: int, width: int, memory: str, seed: int) -> None:
     result = launch(tp, width, memory, seed)
-    assert_ulps(result.out[0], kb.out_given_stages(result, inputs(tp, width)), 2, 0.01, "out")
+    want, size = kb.out_given_stages(result, inputs(tp, width))
+    rows = live(tp, width)
+    assert_ulps(result.out[0][rows], want[rows], 2, 0.01, "out", size[rows])
 
 
 @stages
@@ -141,10 +147,11 @@ def test_pad_rows_are_zero(tp: int, width: int, memory: str, seed: int) -> None:
 @stages
 def test_ranks_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) -> None:
     result = launch(tp, width, memory, seed)
+    rows = live(tp, width)
     for rank in range(1, tp):
         assert torch.equal(result.out[rank], result.out[0])
         assert torch.equal(result.residual[rank], result.residual[0])
-        assert torch.equal(result.logits(rank), result.logits(0))
+        assert torch.equal(result.logits(rank)[rows], result.logits(0)[rows])
 
 
 @stages
@@ -190,8 +197,8 @@ def test_ties_and_nans_in_the_logits() -> None:
     g = geometry(1)
     own = [kb.RankWeights(dict(weights(1)[0].tensors))]
     router = own[0].tensors["w_router"].clone()
-    router[[9, 21]] = router[3]
-    router[[30, 31]] = -router[3]
+    router[[9, 21]] = router[3].clone()
+    router[[30, 31]] = -router[3].clone()
     router[5] = float("nan")
     own[0].tensors["w_router"] = router
     step = inputs(1, ROWS).rows(range(4))
@@ -208,7 +215,8 @@ def test_ties_and_nans_in_the_logits() -> None:
 
 
 def test_hops() -> None:
-    """At most 3 cross-GPU and 2 device hand-offs in a row."""
-    report = kb.Bench(geometry(2), weights(2)).run(inputs(2, 1)).report
-    assert report.longest_cross_hops == 3, report.hop_chain
-    assert report.longest_device_hops == 2, report.hop_chain
+    """At most 3 hand-offs over peer memory and 2 inside the GPU in a row."""
+    chain = kb.Bench(geometry(2), weights(2)).run(inputs(2, 1)).report.hop_chain
+    regions = [region.removesuffix(".odd").split(".") for region, _ in chain]
+    assert [name for memory, name in regions if memory.startswith("peer")] == ["AR", "RLOG", "FINAL"], chain
+    assert [name for memory, name in regions if memory.startswith("scratch")] == ["MSQ", "INTER"], chain

@@ -21,6 +21,7 @@ WEIGHT_SEED, INPUT_SEED = 31, 32
 ROWS = 8
 SPARE_EXPERTS = 2  # filled beyond top_k, for a pick that a rounding turns
 MEMORY_GIB = 12
+LOGIT_SCALE = 0.25  # a smaller logit has the errors of its 8192 terms, whose root mean square is 1.5
 
 pytestmark = pytest.mark.xdist_group("big")
 WIDTHS = [
@@ -74,10 +75,9 @@ def test_residual_and_logits(width: int) -> None:
     steps = kb.ulps(result.residual[0], want.residual)
     assert int(steps.max()) <= 1
     assert differing(steps) <= 0.01
-    steps = kb.ulps(result.logits(), naive.logits(result.x(), weights()[0].tensors["w_router"]))
-    assert int(steps.max()) <= 1
-    steps = kb.ulps(result.logits(), want.logits)
-    assert int(steps.max()) <= 1
+    own = naive.logits(result.x(), weights()[0].tensors["w_router"])
+    assert float(kb.ulps_at(result.logits(), own, LOGIT_SCALE).max()) <= 1
+    assert float(kb.ulps_at(result.logits(), want.logits, LOGIT_SCALE).max()) <= 1
 
 
 @widths
@@ -95,9 +95,9 @@ def test_output(width: int) -> None:
     result, want = launch(width), expected(width)
     for t in range(width):
         assert kb.relative_l2(result.out[0][t], want.out[t]) <= 3e-3
-    steps = kb.ulps(result.out[0], kb.out_given_stages(result, inputs(width)))
-    assert int(steps.max()) <= 2
-    assert differing(steps) <= 0.01
+    given, size = kb.out_given_stages(result, inputs(width))
+    assert float(kb.ulps_at(result.out[0], given, size).max()) <= 2
+    assert float((result.out[0] != given).double().mean()) <= 0.01
 
 
 @widths
@@ -123,5 +123,6 @@ def test_memory_stays_within_bounds() -> None:
 
 
 def test_hops() -> None:
-    report = launch(1).report
-    assert report.longest_cross_hops <= 4, report.hop_chain  # three, and the exchange of a step's last launch
+    """Three hand-offs over peer memory and two inside the GPU, then those that end a step."""
+    chain = [region.removesuffix(".odd").split(".")[1] for region, _ in launch(1).report.hop_chain]
+    assert chain == ["AR", "MSQ", "RLOG", "INTER", "FINAL", "MARKS", "fault"]
