@@ -29,7 +29,6 @@ import errno
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -40,6 +39,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from sgl_amd_mono.common.flydsl_version import installed
 
 Abi = tuple[tuple[str, str], ...]
 ARGUMENT_BYTES = {"ptr": 8, "i64": 8, "i32": 4}
@@ -200,7 +201,7 @@ def build(key: BuildKey, *, binary: bool = False, cache_dir: Path | None = None)
     Raises ``BuildError`` for an ABI that differs from the emitted one and for resources beyond the limits.
     """
     folder = cache_dir or default_cache_dir()
-    entry = folder / f"{key.name}-{cache_key(key)[:24]}{'-bin' if binary else ''}.json"
+    entry = cache_entry(key, binary=binary, folder=folder)
     artifact = _load(entry)
     if artifact is None:
         with _named_folder(folder):
@@ -237,8 +238,7 @@ def build_all(keys: Sequence[BuildKey], *, binary: bool = False, cache_dir: Path
     """Build many keys, the missing ones in parallel processes (default: one a core); order as given."""
     unique = list(dict.fromkeys(keys))
     folder = cache_dir or default_cache_dir()
-    suffix = "-bin" if binary else ""
-    missing = [k for k in unique if not (folder / f"{k.name}-{cache_key(k)[:24]}{suffix}.json").exists()]
+    missing = [k for k in unique if not cache_entry(k, binary=binary, folder=folder).exists()]
     count = min(len(missing), processes or os.cpu_count() or 1)
     if count > 1:
         import concurrent.futures
@@ -367,18 +367,27 @@ def default_cache_dir() -> Path:
 
 
 def cache_key(key: BuildKey) -> str:
-    """SHA-256 over the key, the sources it can reach, FlyDSL's version and the target."""
+    """SHA-256 over the key, the sources it can reach and the target; FlyDSL's version stands beside it in the name."""
     digest = hashlib.sha256()
-    for part in (str(CACHE_FORMAT), TARGET, _flydsl_version_text(), key.digest(), sources_digest(type(key).__module__)):
+    for part in (str(CACHE_FORMAT), TARGET, key.digest(), sources_digest(type(key).__module__)):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _flydsl_version_text() -> str:
-    try:
-        return importlib.metadata.version("flydsl")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def cache_entry(key: BuildKey, *, binary: bool = False, folder: Path | None = None) -> Path:
+    """File of ``key`` in the cache, there or not.
+
+    Kernels built ahead of time serve a machine without FlyDSL: there, an entry of any FlyDSL version counts.
+    """
+    folder = folder or default_cache_dir()
+    start, end = f"{key.name}-{cache_key(key)[:24]}-flydsl", f"{'-bin' if binary else ''}.json"
+    version = installed()
+    if version is None:
+        pattern = re.compile(re.escape(start) + r"[\w.+]+" + re.escape(end))
+        found = sorted(p for p in folder.glob(f"{start}*{end}") if pattern.fullmatch(p.name))
+        if found:
+            return found[-1]
+    return folder / f"{start}{version or '-none'}{end}"
 
 
 def source_files(module_name: str) -> list[Path]:

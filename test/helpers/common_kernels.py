@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small kernels that exercise the common package: each shows one family of primitives."""
+"""Small kernels that exercise the common package: each shows one family of primitives.
+
+``python -m helpers.common_kernels FOLDER`` (from ``test/``) builds all that the tests execute into a cache folder.
+"""
 
 from __future__ import annotations
 
@@ -378,3 +381,21 @@ class GreedyKey(BuildKey):
                 d.store(value, out, tid * 16, constant=8192 * i)
 
         return kernel
+
+
+def simulated_keys() -> list[BuildKey]:
+    """Every kernel that a test executes on the simulator."""
+    rings = [RingKey(), RingKey(ranks=2), RingKey(ranks=2, stop=True), RingKey(blocks=2, wrong_tag=True)]
+    gemvs = [GemvKey(k=k, rows=3) for k in (256, 1024, 2048, 8192)]
+    gemvs += [GemvKey(rows=rows) for rows in (1, 2, 3, 8, 16)]
+    return [*rings, BulkKey(), OpsKey(), AccessKey(), *gemvs]
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    from helpers import common_kernels  # under its importable name, which is part of the keys
+    from sgl_amd_mono.common.build import build_all
+
+    build_all(common_kernels.simulated_keys(), cache_dir=Path(sys.argv[1]), processes=1, progress=print)

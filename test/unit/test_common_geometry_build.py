@@ -176,9 +176,19 @@ def test_the_cache_key_covers_every_helper(tmp_path: Path, monkeypatch: pytest.M
     assert building.cache_key(Key()) == before
     helper.write_text("A = 2 \n")
     assert building.cache_key(Key()) != before
-    changed = building.cache_key(Key())
-    monkeypatch.setattr(building, "_flydsl_version_text", lambda: "0.5.7")
-    assert building.cache_key(Key()) != changed
+    here = building.cache_entry(Key(), folder=tmp_path)
+    monkeypatch.setattr(building, "installed", lambda: "0.5.7")
+    other = building.cache_entry(Key(), folder=tmp_path)
+    assert here != other and other.name.endswith("-flydsl0.5.7.json")
+    # Without FlyDSL, what was built ahead of time serves, but not a GPU build in place of a simulator's.
+    monkeypatch.setattr(building, "installed", lambda: None)
+    missing = building.cache_entry(Key(), folder=tmp_path)
+    assert not missing.exists()
+    building.cache_entry(Key(), folder=tmp_path)
+    other.with_name(other.name.replace(".json", "-bin.json")).write_text("{}")
+    assert building.cache_entry(Key(), folder=tmp_path) == missing
+    other.write_text("{}")
+    assert building.cache_entry(Key(), folder=tmp_path) == other
 
 
 def test_entries_survive_a_round_trip_and_broken_ones_are_rebuilt(tmp_path: Path) -> None:
