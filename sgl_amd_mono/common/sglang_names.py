@@ -28,10 +28,6 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "find_spec(backend, architectures, isa)",
         "Feature",
         "Requirements.dtypes",
-        "Requirements.attention_backends",
-        "Requirements.server_args",
-        "Requirements.hf_config",
-        "Requirements.env",
         "Numerics.kind",
         "Numerics.bounds",
         "NumericsKind.TOLERANCE",
@@ -87,7 +83,6 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
     "sglang.srt.model_executor.forward_batch_info": (
         "ForwardBatch.mrope_positions",
         "ForwardBatch.mamba_track_mask",
-        "ForwardBatch.residual_stream",
     ),
     "sglang.srt.layers.attention.hybrid_linear_attn_backend": (
         "HybridLinearAttnBackend.linear_attn_backend",
@@ -208,7 +203,6 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "Qwen3NextConfig.hidden_size",
         "Qwen3NextConfig.num_hidden_layers",
         "Qwen3NextConfig.num_attention_heads",
-        "Qwen3NextConfig.num_key_value_heads",
         "Qwen3NextConfig.head_dim",
         "Qwen3NextConfig.hidden_act",
         "Qwen3NextConfig.output_gate_type",
@@ -223,7 +217,6 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "Qwen3NextConfig.moe_intermediate_size",
         "Qwen3NextConfig.shared_expert_intermediate_size",
         "Qwen3NextConfig.norm_topk_prob",
-        "Qwen3NextConfig.layers_block_type",
     ),
 }
 
