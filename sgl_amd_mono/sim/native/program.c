@@ -30,6 +30,7 @@ int sim_ins_size(void) { return (int)sizeof(Ins); }
 
 // ---- programs ----
 static const Ins *op_indexed(Wave *w, const Ins *i);
+static void prepare_dpp(uint32_t ctrl);
 
 void sim_program_free(Program *p) {
     if (!p) return;
@@ -56,6 +57,7 @@ Program *sim_program_new(const Ins *records, uint32_t count, const uint32_t *con
         i->fn = e->fn;
         if (i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE)) i->fn = op_wrapped;
         if (i->flags & F_INDEXED) i->fn = op_indexed;
+        if (i->flags & F_DPP) prepare_dpp(i->dpp_ctrl);
         if (i->ext) i->ext = ext + ((uintptr_t)i->ext - 1);
     }
     return p;
@@ -142,19 +144,41 @@ static int dpp_source(uint32_t ctrl, int l) {
     }
 }
 
+// Source lanes of every control, and the lanes that have one; filled when a program with that control is loaded.
+#define DPP_CONTROLS 0x160
+static uint8_t dpp_lane[DPP_CONTROLS][LANES];
+static uint64_t dpp_valid[DPP_CONTROLS];
+static uint8_t dpp_ready[DPP_CONTROLS];
+static void prepare_dpp(uint32_t ctrl) {
+    if (ctrl >= DPP_CONTROLS || dpp_ready[ctrl]) return;
+    for (int l = 0; l < LANES; l++) {
+        const int from = dpp_source(ctrl, l);
+        dpp_lane[ctrl][l] = (uint8_t)(from < 0 ? l : from);
+        if (from >= 0) dpp_valid[ctrl] |= 1ull << l;
+    }
+    dpp_ready[ctrl] = 1;
+}
+
 // Builds the permuted source and the lanes that are written. All source lanes are read before anything is written.
 static uint64_t apply_dpp(Wave *w, const Ins *i, uint32_t *t) {
-    const uint32_t *s = w->v[i->src[0]];
+    static const uint64_t bank[16] = {
+        0, 0x000f000f000f000full, 0x00f000f000f000f0ull, 0x00ff00ff00ff00ffull, 0x0f000f000f000f00ull, 0x0f0f0f0f0f0f0f0full,
+        0x0ff00ff00ff00ff0ull, 0x0fff0fff0fff0fffull, 0xf000f000f000f000ull, 0xf00ff00ff00ff00full, 0xf0f0f0f0f0f0f0f0ull,
+        0xf0fff0fff0fff0ffull, 0xff00ff00ff00ff00ull, 0xff0fff0fff0fff0full, 0xfff0fff0fff0fff0ull, ~0ull};
+    const uint32_t *s = w->v[i->src[0]], ctrl = i->dpp_ctrl;
+    const uint8_t *from = dpp_lane[ctrl];
     const uint64_t exec = get_exec(w);
-    uint64_t write = exec;
-    for (int l = 0; l < LANES; l++) {
-        const int from = dpp_source(i->dpp_ctrl, l);
-        const int valid = from >= 0 && (exec >> from & 1);
-        t[l] = valid ? s[from] : 0;
-        if (!valid && !(i->flags & F_DPP_BOUND)) write &= ~(1ull << l);
-        if (!(i->dpp_masks >> (l >> 4) & 1) || !(i->dpp_masks >> (4 + ((l >> 2) & 3)) & 1)) write &= ~(1ull << l);
+    uint64_t valid = dpp_valid[ctrl], rows = 0;
+    vrow mask ALIGN64;
+    if (exec != ~0ull)
+        for (int l = 0; l < LANES; l++) valid &= ~((uint64_t)!(exec >> from[l] & 1) << l);
+    for (int r = 0; r < 4; r++) if (i->dpp_masks >> r & 1) rows |= 0xffffull << (16 * r);
+    for (int l = 0; l < LANES; l++) t[l] = s[from[l]];
+    if (valid != ~0ull) {
+        expand_mask(valid, mask);
+        for (int l = 0; l < LANES; l++) t[l] &= mask[l];
     }
-    return write;
+    return exec & rows & bank[i->dpp_masks >> 4] & (i->flags & F_DPP_BOUND ? ~0ull : valid);
 }
 
 // ---- results ----

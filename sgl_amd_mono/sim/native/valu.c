@@ -58,13 +58,16 @@
 #define PAIR(x, k) vrow t##k[2] ALIGN64; const uint32_t *x##l, *x##h; src64(w, i, k, t##k, &x##l, &x##h);
 #define ONE(x, k) vrow t##k ALIGN64; const uint32_t *x = src32(w, i, k, t##k);
 #define EACH64(expr)                                                                                                   \
+    vrow rl ALIGN64, rh ALIGN64;                                                                                       \
     uint32_t *dl = w->v[i->dst], *dh = w->v[i->dst + 1];                                                               \
     const uint32_t *em = w->em;                                                                                        \
-    _Pragma("GCC ivdep") for (int l = 0; l < LANES; l++) {                                                             \
+    for (int l = 0; l < LANES; l++) {                                                                                  \
         const uint64_t r = (expr);                                                                                     \
-        dl[l] = em[l] ? (uint32_t)r : dl[l];                                                                           \
-        dh[l] = em[l] ? (uint32_t)(r >> 32) : dh[l];                                                                   \
-    }
+        rl[l] = (uint32_t)r;                                                                                           \
+        rh[l] = (uint32_t)(r >> 32);                                                                                   \
+    }                                                                                                                  \
+    for (int l = 0; l < LANES; l++) dl[l] = (rl[l] & em[l]) | (dl[l] & ~em[l]);                                        \
+    for (int l = 0; l < LANES; l++) dh[l] = (rh[l] & em[l]) | (dh[l] & ~em[l]);
 #define HANDLER64(name, SETUP, ...)                                                                                    \
     static const Ins *op_##name(Wave *w, const Ins *i) {                                                               \
         SETUP EACH64(__VA_ARGS__)                                                                                      \
@@ -219,9 +222,9 @@ static const Ins *op_v_div_scale_f32(Wave *w, const Ins *i) {
             vcc = 1;
             if (s0 == den) r = f2u((float)ldexp(sim_f64_from_bits(s0), 64));
         } else if (ed == 0) r = f2u((float)ldexp(sim_f64_from_bits(s0), 64)); // denormal denominator
-        else if (rcp_denormal && q_denormal) {
+        else if (rcp_denormal && q_denormal) { // the denominator is huge: brought down, v_div_fmas brings the quotient down
             vcc = 1;
-            if (s0 == den) r = f2u((float)ldexp(sim_f64_from_bits(s0), 64));
+            if (s0 == den) r = f2u((float)ldexp(sim_f64_from_bits(s0), -64));
         } else if (rcp_denormal) r = f2u((float)ldexp(sim_f64_from_bits(s0), -64));
         else if (q_denormal) {
             vcc = 1;
@@ -269,7 +272,7 @@ static const Ins *op_v_div_scale_f64(Wave *w, const Ins *i) {
         if (den == 0 || num == 0) r = u2d(0x7ff8000000000000ull);
         else if (en - ed >= 768) { vcc = 1; if (QA == QB) r = ldexp(s0, 128); }
         else if (ed == 0) r = ldexp(s0, 128);
-        else if (rcp_denormal && q_denormal) { vcc = 1; if (QA == QB) r = ldexp(s0, 128); }
+        else if (rcp_denormal && q_denormal) { vcc = 1; if (QA == QB) r = ldexp(s0, -128); }
         else if (rcp_denormal) r = ldexp(s0, -128);
         else if (q_denormal) { vcc = 1; if (QA == QC) r = ldexp(s0, 128); }
         else if (en <= 53) r = ldexp(s0, 128);
@@ -279,11 +282,20 @@ static const Ins *op_v_div_scale_f64(Wave *w, const Ins *i) {
     put64(w->s, i->sdst, pack_mask(m));
     return i + 1;
 }
+// (a * b + c) * 2^n with one rounding. The f64 sum is the exact one but for a rest whose sign decides where the scaled sum is a tie.
+static double scaled_fma(double a, double b, double c, int n) {
+    const double s = fma(a, b, c), d = ldexp(s, n), lost = s - ldexp(d, -n);
+    if (n > 0 || d != d || d - d != 0 || lost == 0) return d;
+    if (fabs(lost) != ldexp(1.0, -1075 - n)) return d; // not half a denormal's unit: no tie
+    const double p = a * b, e = fma(a, b, -p), t = p + c, z = t - p, rest = (p - (t - z)) + (c - z) + e + (t - s);
+    if (rest == 0 || (rest > 0) == (lost < 0)) return d; // an exact tie, or d lies on the rest's side already
+    return nextafter(d, rest > 0 ? INFINITY : -INFINITY);
+}
 static const Ins *op_v_div_fmas_f64(Wave *w, const Ins *i) {
     vrow m ALIGN64;
     PAIR(a, 0) PAIR(b, 1) PAIR(c, 2)
     expand_mask(s64(w->s, S_VCC), m);
-    EACH64(d2u(m[l] ? ldexp(fma(DA, DB, DC), (QC >> 52 & 2047) > 1023 ? 128 : -128) : fma(DA, DB, DC)))
+    EACH64(d2u(m[l] ? scaled_fma(DA, DB, DC, (QC >> 52 & 2047) > 1023 ? 128 : -128) : fma(DA, DB, DC)))
     return i + 1;
 }
 static const Ins *op_v_div_fixup_f64(Wave *w, const Ins *i) {

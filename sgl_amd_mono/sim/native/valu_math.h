@@ -92,32 +92,39 @@ static inline uint32_t dot8_u4(uint32_t a, uint32_t b) {
 static inline uint32_t quiet(uint32_t x) { return x | 0x400000u; }
 static inline int is_nan_bits(uint32_t x) { return (x & 0x7fffffffu) > 0x7f800000u; }
 static inline int is_snan_bits(uint32_t x) { return is_nan_bits(x) && !(x & 0x400000u); }
+// Selection by an all-ones or all-zeros mask: unlike ?: it never becomes a branch.
+static inline uint32_t pick(uint32_t mask, uint32_t one, uint32_t zero) { return zero ^ ((one ^ zero) & mask); }
+static inline uint32_t nan_mask(uint32_t x) { return 0u - (uint32_t)((x & 0x7fffffffu) > 0x7f800000u); }
 // Total order of the bits: -0 below +0; only for operands that are not NaN.
 static inline int32_t order_key(uint32_t x) { return (int32_t)(x ^ ((uint32_t)((int32_t)x >> 31) >> 1)); }
 // IEEE-mode minimum and maximum (minNum): a number beats a quiet NaN, a signalling NaN is quieted and returned.
 static inline uint32_t select_f32(uint32_t a, uint32_t b, uint32_t r) {
-    r = is_nan_bits(b) ? a : r;
-    r = is_nan_bits(a) ? b : r;
-    r = is_nan_bits(a) && is_nan_bits(b) ? quiet(a) : r;
-    r = is_snan_bits(b) ? quiet(b) : r;
-    r = is_snan_bits(a) ? quiet(a) : r;
+    const uint32_t na = nan_mask(a), nb = nan_mask(b);
+    const uint32_t sa = na & (0u - (uint32_t)((a & 0x400000u) == 0)), sb = nb & (0u - (uint32_t)((b & 0x400000u) == 0));
+    r = pick(nb, a, r);
+    r = pick(na, b, r);
+    r = pick((na & nb) | sa, a | 0x400000u, pick(sb, b | 0x400000u, r));
     return r;
 }
-static inline uint32_t min_f32(uint32_t a, uint32_t b) { return select_f32(a, b, order_key(a) < order_key(b) ? a : b); }
-static inline uint32_t max_f32(uint32_t a, uint32_t b) { return select_f32(a, b, order_key(a) > order_key(b) ? a : b); }
+static inline uint32_t min_f32(uint32_t a, uint32_t b) {
+    return select_f32(a, b, pick(0u - (uint32_t)(order_key(a) < order_key(b)), a, b));
+}
+static inline uint32_t max_f32(uint32_t a, uint32_t b) {
+    return select_f32(a, b, pick(0u - (uint32_t)(order_key(a) > order_key(b)), a, b));
+}
 // IEEE 754-2019 minimum and maximum: a NaN wins.
 static inline uint32_t minimum_f32(uint32_t a, uint32_t b) {
-    const uint32_t r = order_key(a) < order_key(b) ? a : b;
-    return is_nan_bits(a) ? quiet(a) : is_nan_bits(b) ? quiet(b) : r;
+    const uint32_t r = pick(0u - (uint32_t)(order_key(a) < order_key(b)), a, b);
+    return pick(nan_mask(a), a | 0x400000u, pick(nan_mask(b), b | 0x400000u, r));
 }
 static inline uint32_t maximum_f32(uint32_t a, uint32_t b) {
-    const uint32_t r = order_key(a) > order_key(b) ? a : b;
-    return is_nan_bits(a) ? quiet(a) : is_nan_bits(b) ? quiet(b) : r;
+    const uint32_t r = pick(0u - (uint32_t)(order_key(a) > order_key(b)), a, b);
+    return pick(nan_mask(a), a | 0x400000u, pick(nan_mask(b), b | 0x400000u, r));
 }
 static inline uint32_t med3_f32(uint32_t a, uint32_t b, uint32_t c) {
     const uint32_t low = min_f32(a, b), high = max_f32(a, b);
     const uint32_t r = max_f32(low, min_f32(high, c)), with_nan = min_f32(low, c);
-    return is_nan_bits(a) || is_nan_bits(b) || is_nan_bits(c) ? with_nan : r;
+    return pick(nan_mask(a) | nan_mask(b) | nan_mask(c), with_nan, r);
 }
 static inline uint32_t ldexp_f32(uint32_t a, int32_t e) {
     const int32_t n = imax(-300, imin(300, e));
@@ -215,16 +222,19 @@ static inline uint32_t fma_f16(float a, float b, float c) {
     return sim_f16_from_f32(u);
 }
 static inline int h_nan(uint32_t x) { return (x & 0x7fffu) > 0x7c00u; }
-static inline uint32_t min_f16(uint32_t a, uint32_t b) {
-    const int32_t ka = (int16_t)(a ^ ((uint32_t)((int16_t)a >> 15) & 0x7fffu)), kb = (int16_t)(b ^ ((uint32_t)((int16_t)b >> 15) & 0x7fffu));
-    const uint32_t r = ka < kb ? a : b;
-    return h_nan(a) ? (h_nan(b) ? a | 0x200u : b) : h_nan(b) ? a : r;
+static inline int h_snan(uint32_t x) { return h_nan(x) && !(x & 0x200u); }
+// minNum and maxNum as for f32: a number beats a quiet NaN, a signalling NaN is quieted and returned.
+static inline uint32_t select_f16(uint32_t a, uint32_t b, uint32_t r) {
+    r = h_nan(b) ? a : r;
+    r = h_nan(a) ? b : r;
+    r = h_nan(a) && h_nan(b) ? a | 0x200u : r;
+    r = h_snan(b) ? b | 0x200u : r;
+    r = h_snan(a) ? a | 0x200u : r;
+    return r;
 }
-static inline uint32_t max_f16(uint32_t a, uint32_t b) {
-    const int32_t ka = (int16_t)(a ^ ((uint32_t)((int16_t)a >> 15) & 0x7fffu)), kb = (int16_t)(b ^ ((uint32_t)((int16_t)b >> 15) & 0x7fffu));
-    const uint32_t r = ka > kb ? a : b;
-    return h_nan(a) ? (h_nan(b) ? a | 0x200u : b) : h_nan(b) ? a : r;
-}
+static inline int32_t order_key16(uint32_t x) { return (int16_t)(x ^ ((uint32_t)((int16_t)x >> 15) & 0x7fffu)); }
+static inline uint32_t min_f16(uint32_t a, uint32_t b) { return select_f16(a, b, order_key16(a) < order_key16(b) ? a : b); }
+static inline uint32_t max_f16(uint32_t a, uint32_t b) { return select_f16(a, b, order_key16(a) > order_key16(b) ? a : b); }
 static inline uint32_t fract_f16(uint32_t a) {
     const float x = u2f(sim_f32_from_f16((uint16_t)a));
     const uint32_t r = to_f16(x - __builtin_floorf(x));
