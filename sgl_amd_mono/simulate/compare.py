@@ -146,22 +146,27 @@ def _reports(runtime: Any) -> list[Any]:
 
 
 def simulated(reports: list[Any]) -> dict[str, Any]:
-    """The figures of one launch (of rank 0's part, and the chains over all ranks) as plain values."""
+    """The figures of one launch (bytes and instructions of rank 0, hand-offs over all ranks) as plain values."""
     if not reports:
         return {}
     report = reports[-1].report
     own = report.launches[0]
-    read: dict[str, int] = {}
-    for name, by_policy in own.bytes_read.items():
-        read[name] = sum(by_policy.values())
+
+    def by_allocation(counted: dict[tuple[int, str], dict[str, int]]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for (rank, name), by_policy in counted.items():
+            if rank == own.rank:
+                sizes[name] = sizes.get(name, 0) + sum(by_policy.values())
+        return sizes
+
     return {
-        "wave_instructions": int(own.wave_instructions),
-        "bytes_read": read,
-        "bytes_written": {name: sum(by_policy.values()) for name, by_policy in own.bytes_written.items()},
-        "device_hops": int(report.longest_device_hops),
-        "cross_hops": int(report.longest_cross_hops),
+        "wave_instructions": own.wave_instructions,
+        "bytes_read": by_allocation(report.bytes_read),
+        "bytes_written": by_allocation(report.bytes_written),
+        "device_hops": report.longest_device_hops,
+        "cross_hops": report.longest_cross_hops,
         "chain": [list(hop) for hop in report.hop_chain],
-        "polls": dict(own.polls),
+        "polls": {name: count for (rank, name), count in report.polls.items() if rank == own.rank},
     }
 
 

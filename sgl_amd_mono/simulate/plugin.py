@@ -20,13 +20,14 @@ ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 MEMORY_MODEL_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_MEMORY_MODEL"
 SEED_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_SEED"
-"""How a run tells SGLang's processes which memory model and seed to simulate with."""
+WIDTHS_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_WIDTHS"
+"""How a run tells SGLang's processes which memory model and seed to simulate with, and which widths to build."""
 
 RUNTIME_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_RUNTIME"
 """``module:factory`` of another runtime than the simulator (tests run the launches by their definitions)."""
 
 
-def environment(folder: Path, memory_model: str, seed: int) -> dict[str, str]:
+def environment(folder: Path, memory_model: str, seed: int, widths: tuple[int, ...]) -> dict[str, str]:
     """Environment of SGLang's processes. Writes the entry point's metadata into ``folder``, put on PYTHONPATH."""
     metadata = folder / f"{ENTRY_POINT}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -40,6 +41,7 @@ def environment(folder: Path, memory_model: str, seed: int) -> dict[str, str]:
         "SGLANG_PLUGINS": ENTRY_POINT,
         MEMORY_MODEL_VARIABLE: memory_model,
         SEED_VARIABLE: str(seed),
+        WIDTHS_VARIABLE: ",".join(map(str, widths)),
     }
 
 
@@ -81,6 +83,7 @@ def _spec() -> Any:
         name="qwen38-a95b-mxfp4-simulated",
         geometries={"small": Geometry.small},
         tp_sizes=(1, 2),
+        widths=tuple(int(width) for width in os.environ[WIDTHS_VARIABLE].split(",")),
         runtime_factory=_runtime_factory(),
         stop=False,
         requires=Requirements(dtypes=frozenset({"bfloat16"}), attention_backends=frozenset({"torch_native"})),

@@ -117,7 +117,8 @@ def _run_arm(
     name = "on" if plugin else "off"
     out = folder / f"{name}.pt"
     out.unlink(missing_ok=True)
-    environment = entry.environment(folder / "entry_point", options.memory_model, options.seed)
+    widths = tuple(sorted({case.width for case in cases}))
+    environment = entry.environment(folder / "entry_point", options.memory_model, options.seed, widths)
     port = _free_port() if options.ranks > 1 else None
     processes, logs, readers = [], [], []
     with contextlib.ExitStack() as stack:
