@@ -57,7 +57,7 @@ _MODIFIER = re.compile(
     r"offset|byte_sel|format|dfmt|nfmt):(\[[^\]]*\]|swizzle\([^)]*\)|[^\s,]+)"
 )
 _FLAG = re.compile(
-    r"\s(row_mirror|row_half_mirror|clamp|offen|idxen|lds|sc0|sc1|nt|glc|slc|gds|scc|tfe|r128|a16|da|unorm)(?=\s|$)"
+    r"\s(row_mirror|row_half_mirror|clamp|offen|idxen|lds|sc0|sc1|nt|glc|slc|gds|scc|tfe)(?=\s|$)"
 )
 _SEL = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3, "WORD_0": 4, "WORD_1": 5, "DWORD": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
@@ -517,6 +517,8 @@ class Decoder:
         if base.startswith("v_accvgpr") or base.startswith("v_swap"):
             pass
         if form == "dpp":
+            if set(outs + ins) & set("qd"):
+                raise SimError("DPP on 64-bit operands is not implemented")
             self._dpp(record, modifiers, flags)
         if form == "sdwa":
             self._sdwa(record, ins, sources, modifiers)
@@ -679,7 +681,7 @@ class Decoder:
         for name, bit in (("sc0", F_SC0), ("glc", F_SC0), ("sc1", F_SC1), ("scc", F_SC1), ("nt", F_NT), ("slc", F_NT)):
             if name in flags:
                 record["flags"] |= bit
-        unknown = flags & {"gds", "tfe", "r128", "a16", "da", "unorm"}
+        unknown = flags & {"gds", "tfe"}
         if unknown:
             raise SimError(f"modifier {sorted(unknown)[0]} is not implemented")
 
@@ -714,6 +716,7 @@ class Decoder:
             if not lds:
                 self._load_dst(record, operands.pop(0))
             else:
+                _whole_words(record)
                 self._reads.append(("s", S_M0, 1))
             address, rest = operands[0], operands[1:]
         else:
@@ -775,6 +778,7 @@ class Decoder:
             if not record["flags"] & F_LDS:
                 self._load_dst(record, operands.pop(0))
             else:
+                _whole_words(record)
                 self._reads.append(("s", S_M0, 1))
         else:
             record["mem_bytes"], record["aux"] = _lookup(_STORES, suffix)
@@ -893,17 +897,22 @@ def mnemonics() -> tuple[str, ...]:
                 if not name.endswith(("f32", "f16", "f64")):
                     names.add(f"{segment}_atomic_{name}_x2")
     names -= {n for n in names if n.endswith("pk_add_bf16_x2")}
-    names |= {
-        f"global_load_lds_{suffix}" for suffix in ("ubyte", "sbyte", "ushort", "sshort", "dword", "dwordx3", "dwordx4")
-    }
+    names |= {f"global_load_lds_{suffix}" for suffix in ("dword", "dwordx3", "dwordx4")}
     names |= {f"ds_read_{suffix}" for suffix in (*_DS_LOADS, *_DS_TR)} | {f"ds_write_{suffix}" for suffix in _DS_STORES}
     names |= {f"ds_{rw}2{st}_{bits}" for rw in ("read", "write") for st in ("", "st64") for bits in ("b32", "b64")}
     for name in _DS_ATOMICS:
         names.add(f"ds_{name}")
         head, _, tail = name.rpartition("_")
         names.add(f"ds_{head}_rtn_{tail}")
+    names -= {"ds_wrxchg_b32", "ds_wrxchg_b64"}  # only with a result
     names |= {"ds_bpermute_b32", "ds_permute_b32", "ds_swizzle_b32", "ds_nop"}
     return tuple(sorted(names))
+
+
+def _whole_words(record: dict) -> None:
+    """Loads to LDS of bytes and shorts are not implemented."""
+    if record["mem_bytes"] < 4 or record["mem_bytes"] == 8:
+        raise SimError("only dword, dwordx3 and dwordx4 loads to LDS are implemented")
 
 
 def _lookup(table: dict[str, tuple[int, int]], name: str) -> tuple[int, int]:

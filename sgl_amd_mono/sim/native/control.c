@@ -107,10 +107,9 @@ const OpEntry control_ops[] = {
     {"s_waitcnt", op_s_waitcnt, "waitcnt", CLS_WAIT}, {"s_trap", op_s_trap, "imm", CLS_OTHER},
     {"s_memrealtime", op_s_memrealtime, "q=", CLS_SMEM}, {"s_memtime", op_s_memtime, "q=", CLS_SMEM},
     {"buffer_inv", op_buffer_inv, "cache", CLS_VMEM}, {"buffer_wbl2", op_buffer_wbl2, "cache", CLS_VMEM},
-    {"buffer_wbinvl1", op_buffer_inv, "cache", CLS_VMEM}, {"buffer_wbinvl1_vol", op_buffer_inv, "cache", CLS_VMEM},
     NOP(s_nop, CLS_WAIT) NOP(s_setprio, CLS_OTHER) NOP(s_sethalt, CLS_OTHER) NOP(s_icache_inv, CLS_OTHER) NOP(s_dcache_inv, CLS_OTHER)
     NOP(s_dcache_wb, CLS_OTHER) NOP(s_dcache_inv_vol, CLS_OTHER) NOP(s_dcache_wb_vol, CLS_OTHER) NOP(s_sendmsg, CLS_OTHER) NOP(s_ttracedata, CLS_OTHER)
-    NOP(s_incperflevel, CLS_OTHER) NOP(s_decperflevel, CLS_OTHER) NOP(s_wakeup, CLS_OTHER) NOP(v_nop, CLS_VALU) NOP(s_inst_prefetch, CLS_OTHER)
+    NOP(s_incperflevel, CLS_OTHER) NOP(s_decperflevel, CLS_OTHER) NOP(s_wakeup, CLS_OTHER) NOP(v_nop, CLS_VALU)
     SLOAD("") SLOAD("x2") SLOAD("x4") SLOAD("x8") SLOAD("x16")
 };
 const int control_count = sizeof control_ops / sizeof control_ops[0];

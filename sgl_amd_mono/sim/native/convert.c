@@ -148,7 +148,7 @@ static double element_value(uint32_t code, int format) {
 static uint32_t ieee_code(double x, int ebits, int mbits, int sr, uint32_t seed) {
     const int bias = (1 << (ebits - 1)) - 1, emin = 1 - bias;
     const uint32_t sign = (uint32_t)(sim_bits_f64(x) >> 63) << (ebits + mbits), infinity = ((1u << ebits) - 1u) << mbits;
-    double a = x < 0 ? -x : x;
+    const double a = sim_float_f64(sim_bits_f64(x) & 0x7fffffffffffffffull);
     if (x != x) return sign | infinity | 1u << (mbits - 1);
     if (a > 1e300) return sign | infinity;
     if (sim_bits_f64(a) < 0x0010000000000000ull) return sign;
@@ -175,6 +175,12 @@ static double scale_value(uint32_t bits) {
     return e == SCALE_NAN ? sim_float_f64(0x7ff8000000000000ull) : sim_float_f64((uint64_t)(e + 896u) << 52);
 }
 
+/* x / scale; a NaN scale gives a NaN with the sign of x. */
+static double divide(double x, double scale) {
+    const uint64_t sign = sim_bits_f64(x) & 0x8000000000000000ull;
+    return scale != scale ? sim_float_f64(sign | 0x7ff8000000000000ull) : x / scale;
+}
+
 static void bf16_pair(uint32_t *d, const uint32_t *s0, const uint32_t *s1, const uint32_t *exec) {
     for (int l = 0; l < LANES; l++) {
         const uint32_t v = sim_bf16_from_f32(s0[l]) | (uint32_t)sim_bf16_from_f32(s1[l]) << 16;
@@ -186,7 +192,7 @@ static void convert_lane(const struct sim_cvt_info *info, const struct sim_cvt *
                          double scale) {
     const int from = format_bits(info->source), to = format_bits(info->target), sel = op->op_sel;
     const uint32_t seed = b[0];
-#define NARROW(code, sr, random) element_code(element_value(code, info->source) / scale, info->target, sr, random, op->clamp)
+#define NARROW(code, sr, random) element_code(divide(element_value(code, info->source), scale), info->target, sr, random, op->clamp)
 #define WIDEN(code) element_code(element_value(code, info->source) * scale, info->target, 0, 0, 0)
     switch (info->form) {
     case SIM_FORM_WIDE2:

@@ -111,7 +111,7 @@ static inline uint32_t sim_small_from_f64(double x, int format, int sr, uint32_t
     static const uint32_t largest[5] = {0x7e, 0x7b, 0x1f, 0x1f, 0x7}, over[5] = {0x7f, 0x7c, 0x1f, 0x1f, 0x7};
     static const uint32_t infinity[5] = {0x7f, 0x7c, 0x1f, 0x1f, 0x7}, nan[5] = {0x7f, 0x7f, 0x1f, 0x1f, 0x7};
     const uint32_t sign = (uint32_t)(sim_bits_f64(x) >> 63) << (bits[format] - 1);
-    const double a = x < 0 ? -x : x;
+    const double a = sim_float_f64(sim_bits_f64(x) & 0x7fffffffffffffffull);
     if (x != x) return sign | nan[format];
     if (a > 1e300) return sign | infinity[format];
     const uint32_t code = sr ? sim_code_sr(a, seed, mbits[format], emin[format]) : sim_code_rne(a, mbits[format], emin[format]);
@@ -262,6 +262,7 @@ static inline uint32_t sim_trig_f32(uint32_t u, int cosine) {
     const uint32_t f = sim_flush(u), a = f & 0x7fffffffu, outside = a > 0x43800000u;
     const double x = sim_f64_from_bits(outside ? 0u : f);
     uint32_t r = sim_round_flush(sim_turn(x, cosine));
+    r = r << 1 ? r : 0u; /* an exact zero at whole and half turns is positive */
     r = outside ? (cosine ? 0x3f800000u : 0u) : r;
     r = a == 0 && !cosine ? f : r;
     r = a == 0x7f800000u ? SIM_NAN : r;

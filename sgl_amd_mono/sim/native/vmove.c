@@ -57,21 +57,6 @@ static const Ins *op_v_prng_b32(Wave *w, const Ins *i) {
     for (int l = 0; l < LANES; l++) if (w->em[l]) d[l] = sim_prng(a[l]);
     return i + 1;
 }
-// Relative moves by M0.
-static const Ins *op_v_movrels_b32(Wave *w, const Ins *i) {
-    const uint32_t r = i->src[0] + w->s[S_M0];
-    if (i->kind[0] != SRC_VGPR || r >= w->L->p->vgprs) return raise_fault(w, i, FAULT_INTERNAL, -1, r, 0, 0);
-    for (int l = 0; l < LANES; l++) if (w->em[l]) w->v[i->dst][l] = w->v[r][l];
-    return i + 1;
-}
-static const Ins *op_v_movreld_b32(Wave *w, const Ins *i) {
-    vrow t ALIGN64;
-    const uint32_t *a = src32(w, i, 0, t), r = i->dst + w->s[S_M0];
-    if (r >= w->L->p->vgprs) return raise_fault(w, i, FAULT_INTERNAL, -1, r, 0, 0);
-    for (int l = 0; l < LANES; l++) if (w->em[l]) w->v[r][l] = a[l];
-    return i + 1;
-}
-
 // Source k as nregs consecutive rows; scalars and constants are splatted into t.
 static const sim_lanes *operand_rows(Wave *w, const Ins *i, int k, int nregs, vrow *t) {
     if (i->kind[k] == SRC_VGPR) return (const sim_lanes *)w->v[i->src[k]];
@@ -100,7 +85,6 @@ const OpEntry vmove_ops[] = {
     ROW(v_accvgpr_read_b32, "i=i")
     {"v_accvgpr_write_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU}, {"v_accvgpr_mov_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU},
     ROW(v_swap_b32, "i=i") ROW(v_permlane32_swap_b32, "i=i") ROW(v_permlane16_swap_b32, "i=i") ROW(v_prng_b32, "i=i")
-    ROW(v_movrels_b32, "i=i") ROW(v_movreld_b32, "i=i")
     {"convert", op_convert, "?", CLS_CONVERT},
 };
 const int vmove_count = sizeof vmove_ops / sizeof vmove_ops[0];
