@@ -130,10 +130,12 @@ def _config_differences(geometry: Geometry, config: Any) -> list[str]:
         found = getattr(config, name, absent.get(name))
         if found != need:
             wrong.append(reason(f"config.{name}", repr(found), repr(need), OTHER_CHECKPOINT))
-    width = (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0)
-    need_width = geometry.q_heads_total * geometry.attn_head_dim
+    heads = getattr(config, "num_attention_heads", None) or 0
+    # SGLang takes an absent head size for hidden / heads
+    head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    width, need_width = heads * head_dim, geometry.q_heads_total * geometry.attn_head_dim
     if width != need_width:
-        found = f"{getattr(config, 'num_attention_heads', None)} x {getattr(config, 'head_dim', None)} = {width}"
+        found = f"{heads} x {head_dim} = {width}"
         wrong.append(reason("config.num_attention_heads x head_dim", found, need_width, OTHER_CHECKPOINT))
     activation = getattr(config, "hidden_act", None)
     if activation not in SILU:

@@ -32,11 +32,11 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer
 
 logger = logging.getLogger(__name__)
 
-#: Tag slots of K2 start here; those of K1 are the layer's index.
-K2_SLOT = 128
+#: First tag slot of each launch; a layer's index is added.
+K1_SLOT, K2_SLOT = gdn.GdnKey.slot_base, layer.LayerKey.slot_base
 
-#: A tag's low byte is slot + 1, and K2's slots end below 255: so many layers have a slot of their own.
-MAX_LAYERS = 255 - K2_SLOT
+#: A tag's low byte is slot + 1: so many layers have a slot of their own in both launches.
+MAX_LAYERS = min(K2_SLOT - K1_SLOT, 255 - K2_SLOT)
 
 RUN, WARM_UP = 1, 0  # the kernels' `mode` argument
 
@@ -327,7 +327,8 @@ def build_step(
         for v in view.layers:
             if v.kind == "gdn":
                 key = gdn.GdnKey(geometry, width, first_layer=v.layer == 0, state_dtype=ssm_dtype, stop=stop)
-                fixed = shared | _k1_weights(v) | {"layer_slot": v.layer, "scratch": k1_scratch, "core": at.core}
+                fixed = shared | _k1_weights(v)
+                fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
                 at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
             fixed = shared | _k2_weights(v)
             fixed |= {
