@@ -107,7 +107,10 @@ class RingKey(BuildKey):
 
 @dataclass(frozen=True)
 class BulkKey(BuildKey):
-    """Each workgroup publishes a row of 16 bytes a thread behind one flag and copies its neighbour's row to ``out``."""
+    """Each workgroup publishes a row of 16 bytes a thread behind one flag and copies its neighbour's row to ``out``.
+
+    It has read the neighbour's row before, as it stood: a cache that keeps that line shows a load without scope.
+    """
 
     blocks: int = 8
     model: ClassVar[str] = "test"
@@ -146,14 +149,17 @@ class BulkKey(BuildKey):
             flags = Region(0, scratch, stride=HOT_LINE_BYTES)
             rows = d.Buffer(scratch + d.I64(self.flag_bytes), self.blocks * self.row_bytes)
             piece = d.load(src, block * self.row_bytes + tid * 16, d.vec(d.I32, 4))
+            neighbour = d.select(d.compare("eq", block, d.I32(self.blocks - 1)), d.I32(0), block + 1)
+            place = neighbour * self.row_bytes + tid * 16
+            before = rows.load(place, d.vec(d.I32, 4), d.AGENT)
+            d.fly.inline_asm("", "v", None, [before])  # a use, so that the load stays
             s.leave_if_failed()
             rows.store(piece, block * self.row_bytes + tid * 16, d.AGENT)
             s.publish(flags, block)
-            neighbour = d.select(d.compare("eq", block, d.I32(self.blocks - 1)), d.I32(0), block + 1)
             with d.if_(d.compare("eq", d.wave_id(), d.I32(0))):
                 s.poll([(flags, neighbour)])
             s.barrier()
-            got = rows.load(neighbour * self.row_bytes + tid * 16, d.vec(d.I32, 4), d.AGENT)
+            got = rows.load(place, d.vec(d.I32, 4), d.AGENT)
             d.store(got, out, block * self.row_bytes + tid * 16)
 
         return kernel
