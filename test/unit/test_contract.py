@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.spec_scan import (
     attributes_read,
+    imported_names,
     library_names,
     own_names,
     package_root,
@@ -159,3 +160,12 @@ def test_nothing_is_declared_that_is_not_read() -> None:
     given |= {"MONOKERNEL_API_VERSION"}  # SGLang compares it with the spec's
     names = {leaf(name) for names in sglang_names.PLUGIN_NAMES.values() for name in names} - given
     assert sorted(name for name in names if not re.search(rf"\b{re.escape(name)}\b", sources)) == []
+
+
+def test_sglang_is_imported_in_few_places() -> None:
+    """The entry point names the spec, the spec speaks the contract, state.py reads the rest; `simulate` apart."""
+    users = {str(p.relative_to(ROOT)) for p in FILES if imported_names(p.read_text(), sglang_root())}
+    # names that only occur as text: the declaration itself, and the entry-point group
+    users -= {"common/sglang_names.py", "common/doctor.py"}
+    allowed = {"__init__.py", "common/state.py", "qwen38_a95b_mxfp4/spec.py"}
+    assert {name for name in users if not name.startswith("simulate/")} == allowed
