@@ -292,3 +292,15 @@ def test_records_name_the_wait_in_words() -> None:
         rf"ring of layer {SLOT}: wait on 'ring' index \d ran out of time on rank 0, workgroup \d: "
         rf"expected tag {tag_of(1, SLOT):#x} \(step 1\), seen 0x0", text,
     )
+
+
+@pytest.mark.parametrize("ranks, found, left", [(1, " sc1", ""), (2, " sc0 sc1", " sc1")])
+def test_polls_without_their_scope_are_seen(ranks: int, found: str, left: str) -> None:
+    """A poll served by a cache never sees the pair: the wait runs out of time."""
+    caught = 0
+    for seed in range(SEEDS):
+        ring = Ring(RingKey(ranks=ranks), "adversarial", seed)
+        ring.mutated(lambda code: code.replace(rf"(global_load_dwordx2 .*){found}$", rf"\1{left}", nth=None))
+        ring.launch(last=1)
+        caught += any(p.fault_state().failed for p in ring.peers)
+    assert caught >= CAUGHT, f"seen in {caught} of {SEEDS} seeds"
