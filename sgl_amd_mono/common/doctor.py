@@ -86,6 +86,8 @@ def check_python() -> Check:
 def check_package() -> Check:
     version = _version("sgl-amd-mono")
     found = version or f"the source tree at {Path(__file__).resolve().parents[2]}, not installed"
+    if version is None and _gpu() is None:
+        return Check("sgl-amd-mono", None, f"{found}; `simulate` needs no installation", __version__)
     return Check("sgl-amd-mono", version is not None, found, __version__, "pip install . (in the source tree)")
 
 
@@ -135,6 +137,8 @@ def check_plugin() -> Check:
     entries = [e for e in metadata.entry_points(group=ENTRY_POINT_GROUP) if e.name == ENTRY_POINT]
     only = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     need = f"entry point {ENTRY_POINT} in {ENTRY_POINT_GROUP}, for {', '.join(SPECS)}"
+    if not entries and _gpu() is None:
+        return Check("plugin", None, "no entry point; `simulate` brings its own", need)
     if not entries:
         return Check("plugin", False, "no entry point", need, "pip install . (in the source tree)")
     if only and ENTRY_POINT not in only:

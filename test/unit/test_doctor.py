@@ -78,6 +78,14 @@ def test_a_package_that_does_not_fit(
     assert check.ok is False and check.found == (version or "none") and check.fix
 
 
+def test_a_server_needs_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(doctor, "_gpu", lambda: None)
+    assert named("sgl-amd-mono").ok is None
+    monkeypatch.setattr(doctor, "_gpu", lambda: SimpleNamespace(gcnArchName="gfx950", multi_processor_count=256))
+    assert named("sgl-amd-mono").ok is False and "pip install ." in named("sgl-amd-mono").fix
+
+
 @pytest.mark.parametrize("version", [None, "0.1.0", "9.0.0"])
 def test_flydsl(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(doctor, "installed", lambda: version)
@@ -94,7 +102,10 @@ def test_plugins_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert named("plugin").ok is False and "SGLANG_PLUGINS" in named("plugin").fix
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
-    assert named("plugin").ok is False
+    monkeypatch.setattr(doctor, "_gpu", lambda: None)
+    assert named("plugin").ok is None
+    monkeypatch.setattr(doctor, "_gpu", lambda: SimpleNamespace(gcnArchName="gfx950", multi_processor_count=256))
+    assert named("plugin").ok is False and "pip install ." in named("plugin").fix
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
