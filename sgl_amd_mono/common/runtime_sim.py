@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sgl_amd_mono.common import build as building
@@ -259,6 +259,8 @@ class Cluster:
     def kernel(self, key: BuildKey) -> Kernel:
         """Build ``key`` and decode it."""
         artifact = building.build(key)
+        for space in self._spaces:
+            space.name_peers([key])
         return Kernel(key, artifact, self.simulation.code(artifact.isa))
 
     def zeros(self, rank: int, nbytes: int, name: str) -> Any:
@@ -418,7 +420,7 @@ class ProcessMeeting:
     def _join(self, launch: RankLaunch) -> None:
         isa = launch.isa
         if launch.name in self._sent:
-            launch = RankLaunch(**{**launch.__dict__, "isa": ""})
+            launch = replace(launch, isa="")
         self._sent.add(launch.name)
         assert isa  # a launch without instructions has no meaning
         channel = self._channels[0]
@@ -506,6 +508,13 @@ class _RankSpace:
     shared: bool = False  # True where another process simulates
     scratch: list[tuple[Any, str]] = field(default_factory=list)
     peer_blocks: list[Block] = field(default_factory=list)
+    peer_regions: tuple[tuple[str, int, int], ...] = ()
+
+    def name_peers(self, keys: Sequence[BuildKey]) -> None:
+        """Take the names of the regions in peer memory from the first of ``keys`` that has some."""
+        for key in keys:
+            if not self.peer_regions:
+                self.peer_regions = tuple((n, o, b) for n, (o, b) in key.peer_regions().items())
 
     def zeros(self, nbytes: int, name: str) -> Any:
         tensor = _aligned_zeros(nbytes)
@@ -560,7 +569,9 @@ class _RankSpace:
         for start, end, name, readonly, tensor in merged:
             kind = "readonly" if readonly else "plain"
             blocks.append(self._block(start, end - start, name, kind, tensor, (), False))
-        return list({(b.address, b.nbytes): b for b in [*blocks, *self.peer_blocks]}.values())
+        peers = [replace(b, regions=tuple(r for r in self.peer_regions if r[1] + r[2] <= b.nbytes))
+                 for b in self.peer_blocks]
+        return list({(b.address, b.nbytes): b for b in [*blocks, *peers]}.values())
 
     def _owned_by(self, address: int, nbytes: int) -> tuple[Any, str] | None:
         for tensor, name in self.scratch:
@@ -603,13 +614,6 @@ class SimulatorPeerBuffer:
             for owner, (address, place) in enumerate(zip(self.addresses, owners, strict=True))
         ]
         space.peer_blocks.extend(self._blocks)
-
-    def name_regions(self, regions: dict[str, tuple[int, int]]) -> None:
-        """Name the buffer's regions in reports; before the first launch."""
-        named = tuple((n, o, b) for n, (o, b) in regions.items())
-        renamed = [Block(**{**b.__dict__, "regions": named}) for b in self._blocks]
-        self._space.peer_blocks[:] = [b for b in self._space.peer_blocks if b not in self._blocks] + renamed
-        self._blocks = renamed
 
     def fault_state(self) -> FaultState:
         """Decoded fault block of this rank's buffer."""
@@ -682,6 +686,7 @@ class SimulatorRuntime:
         problem = self._group.all_gather(problem)[0]
         if problem:
             raise LaunchError(f"building the kernels failed on rank 0: {problem}")
+        self._space.name_peers(keys)
         kernels = []
         for key in keys:
             artifact = building.build(key)

@@ -39,8 +39,6 @@ class Ring:
         self.cluster = Cluster(key.ranks, memory=self.memory, seed=self.seed)
         self.kernel = self.cluster.kernel(key)
         self.peers = self.cluster.peer_buffers(key.peer_bytes)
-        for buffer in self.peers:
-            buffer.name_regions(key.peer_regions())
         self.scratch = [self.cluster.zeros(rank, key.scratch_bytes, "scratch") for rank in range(key.ranks)]
         self.epoch = [torch.zeros(1, dtype=torch.int32) for _ in range(key.ranks)]
         shape = (key.ranks, key.blocks)
@@ -89,8 +87,10 @@ def test_a_chain_over_workgroups_and_ranks(ranks: int, memory: str) -> None:
         assert not any(p.fault_state().failed for p in ring.peers)
     # Each workgroup waits for the one before it; ranks meet once in the token and once at the step's end.
     assert report.longest_device_hops >= ring.key.blocks - 1
+    assert any("ring" in region for region, _ in report.hop_chain)
     if ranks == 2:
         assert report.longest_cross_hops >= 1
+        assert any("token" in region for region, _ in report.hop_chain)
 
 
 def test_seeds_change_the_schedule_and_not_the_result() -> None:
