@@ -2,9 +2,10 @@
 """A stand-in for the few names of AITER that SGLang's Quark MXFP4 MoE path calls on gfx950.
 
 SGLang's own code drives it: ``QuarkW4A4MXFp4MoE.process_weights_after_loading`` shuffles through it, and
-``AiterRunnerCore.run`` calls its ``fused_moe``. Layouts follow the index formulas of AITER's ``shuffle_weight`` (16, 16)
-and ``e8m0_shuffle``; activations are quantised as its one-stage MXFP4 kernels do (1x32, scale rounded up). It is named a
-stand-in because it is one: nothing of AITER is in it, and it says nothing of AITER's speed or summation order.
+``AiterRunnerCore.run`` calls its ``fused_moe``. Layouts follow the index formulas of AITER's ``shuffle_weight``
+(16, 16) and ``e8m0_shuffle``; activations are quantised as its one-stage MXFP4 kernels do (1x32, scale rounded up).
+It is named a stand-in because it is one: nothing of AITER is in it, and it says nothing of AITER's speed or order of
+sums.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def run(job: Job) -> None:
     recorder = step = None
     if job.plugin:
         step = plugin.BUILT[-1]
-        bounds = plugin.__getattr__("SPEC").numerics.bounds
-        recorder = LaunchRecorder(step, bounds)
+        recorder = LaunchRecorder(step, dict(plugin.spec().numerics.bounds))
 
     def run_cases(order: int | None) -> tuple[list[list[Any]], list[list[Any]]]:
         logits, tokens = [], []

@@ -194,7 +194,7 @@ class _Draw:
 
 
 def tensors(shape: CheckpointShape, seed: int, gains: Gains):
-    """Yield ``(name, tensor)`` of the whole checkpoint. Gains are chosen so that each part of a layer moves the logits."""
+    """Yield ``(name, tensor)`` of the whole checkpoint, under the names of a published one."""
     draw = _Draw(seed)
     bf16 = torch.bfloat16
     hidden = shape.hidden_size

@@ -19,6 +19,17 @@ import torch
 TIE_ULPS = 2
 """bf16 units in the last place within which two router logits count as equal."""
 
+SIMULATED_BOUNDS = {
+    "k1.core.rel": 2e-3,
+    "k1.conv.rel": 2e-3,
+    "k1.state.rel": 1e-3,
+    "k2.out.rel": 4e-2,
+    "k2.res_out.rel": 2e-3,
+}
+"""Bounds beside the spec's NUMERICS, which leave room for AITER's kernels on a GPU. Here SGLang's side rounds where the
+launches round, so what is left is a bf16 unit here and there (half a unit is 2e-3 of a value) and, in K2's output, an
+MXFP4 code that such a unit flips (about 1e-2 of a row each)."""
+
 NOISE_MULTIPLE = 4.0
 """Logits of the two arms may differ by so many times the noise of re-ordered float32 sums."""
 
@@ -68,7 +79,7 @@ class LaunchRecord:
 
 
 def failures(kind: str, outputs: dict[str, Difference], bounds: dict[str, float]) -> list[str]:
-    """The bounds (``<launch>.<output>.<metric>``) that a launch breaks, as text; an output without values breaks all."""
+    """The bounds (``<launch>.<output>.<metric>``) that a launch breaks, as text; a missing output breaks all of its."""
     broken = []
     for name, bound in sorted(bounds.items()):
         launch, output, metric = name.split(".")
@@ -85,10 +96,12 @@ def failures(kind: str, outputs: dict[str, Difference], bounds: dict[str, float]
 
 
 class LaunchRecorder:
-    """Compares every launch of a step with SGLang's layer. ``case`` and ``step`` are set by whoever drives the model."""
+    """Compares every launch of a step with SGLang's layer. Whoever drives the model sets ``case`` and ``step``."""
 
-    def __init__(self, step: Any, bounds: dict[str, float]) -> None:
-        self.bounds = dict(bounds)
+    def __init__(self, step: Any, numerics: dict[str, float]) -> None:
+        self.bounds = {**SIMULATED_BOUNDS, **numerics}
+        for name, bound in SIMULATED_BOUNDS.items():  # the stricter of both
+            self.bounds[name] = min(bound, numerics.get(name, bound))
         self.records: list[LaunchRecord] = []
         self.case = self.step = 0
         self._stock: dict[str, torch.Tensor] = {}

@@ -8,6 +8,8 @@ order can be changed. What a GPU would do inside a sum (wave trees, fused multip
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from sgl_amd_mono.simulate import sums
@@ -119,7 +121,7 @@ def causal_conv1d_fn(
     out = torch.empty_like(x)
     history = weight.shape[-1] - 1
     bounds = query_start_loc.tolist()
-    for sequence, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
         slot = int(cache_indices[sequence])
         if slot < 0 or end == begin:
             continue
@@ -215,13 +217,13 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ):
-    """``chunk_gated_delta_rule`` (prefill), token by token: q, k ``[1, T, key heads, K]``, v ``[1, T, value heads, V]``.
+    """``chunk_gated_delta_rule`` (prefill), token by token: q, k ``[1, T, key heads, K]``, v ``[1, T, heads, V]``.
 
     Returns ``(o, None, None)`` as SGLang's caller unpacks it; states of the given slots are updated in place.
     """
     if head_first:
         raise NotImplementedError("the prefill's stand-in covers head_first=False only")
-    heads, value_dim = v.shape[-2:]
+    heads = v.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q32, k32, v32 = q[0].float(), k[0].float(), v[0].float()
     if use_qk_l2norm_in_kernel:
@@ -231,7 +233,7 @@ def chunk_gated_delta_rule(
     decay = torch.exp(g[0].float())
     out = torch.empty_like(v)
     bounds = cu_seqlens.tolist()
-    for sequence, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
         slot = int(initial_state_indices[sequence])
         if slot < 0:
             out[0, begin:end] = 0

@@ -30,7 +30,7 @@ COMPUTE_UNITS = 256
 NOT_COVERED = (
     "the fused split of in_proj_qkvz (a copy without arithmetic) and the join of in_proj_qkvz with in_proj_ba",
     "AITER's and hipBLASLt's GEMMs: bf16 GEMMs are float32 sums rounded once, in another order than theirs",
-    "shared-expert fusion into the routed experts (it needs one quantisation for both and is off with Quark's exclusions)",
+    "shared-expert fusion into the routed experts (off where Quark leaves the shared expert in bf16)",
     "AITER's custom all-reduce and its fusion with the norm: ranks add over gloo",
     "HIP graphs: every step runs eagerly",
 )

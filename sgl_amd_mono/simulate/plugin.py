@@ -72,14 +72,15 @@ def _runtime_factory() -> Any:
 
 
 @functools.cache
-def _spec() -> Any:
+def spec() -> Any:
+    """The simulated spec; its ``build`` also keeps what it built in ``BUILT``."""
     import msgspec
     from sglang.kernels.plugin_kernels.amd.spec import Requirements
 
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
     from sgl_amd_mono.qwen38_a95b_mxfp4.spec import make_spec
 
-    spec = make_spec(
+    made = make_spec(
         name="qwen38-a95b-mxfp4-simulated",
         geometries={"small": Geometry.small},
         tp_sizes=(1, 2),
@@ -91,14 +92,14 @@ def _spec() -> Any:
     )
 
     def build(model: Any, hf_config: Any, context: Any) -> Any:
-        BUILT.append(spec.build(model, hf_config, context))
+        BUILT.append(made.build(model, hf_config, context))
         return BUILT[-1]
 
-    return msgspec.structs.replace(spec, build=build)
+    return msgspec.structs.replace(made, build=build)
 
 
 def __getattr__(name: str) -> Any:
     """``SPEC`` is made when SGLang asks for it: making it imports the spec's module."""
     if name == "SPEC":
-        return _spec()
+        return spec()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

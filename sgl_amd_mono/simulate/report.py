@@ -176,8 +176,8 @@ def _traffic_section(outcome: Outcome) -> list[str]:
         )
         chain = " > ".join(f"{region}({scope})" for region, scope in most.simulated["chain"])
         lines.append(
-            f"  {kind} width {width}: {most.simulated['wave_instructions']:,} wave-instructions; device hops {hops[0]}, "
-            f"cross-GPU hops {hops[1]}{f' ({chain})' if chain else ''}"
+            f"  {kind} width {width}: {most.simulated['wave_instructions']:,} wave-instructions; "
+            f"device hops {hops[0]}, cross-GPU hops {hops[1]}{f' ({chain})' if chain else ''}"
         )
         lines.append(f"    MiB read: {sum(read.values()) / MIB:.2f} = {parts}")
     return lines

@@ -30,6 +30,9 @@ NOISE_ORDERS = 3
 ARM_TIMEOUT_S = 3600.0
 """Wall-clock limit of one arm."""
 
+CHECKPOINT = "checkpoint"
+"""Name of the checkpoint's folder in a run's folder."""
+
 LOG_TAIL_LINES = 40
 """Lines of a failed process's log that its error carries."""
 
@@ -86,14 +89,14 @@ def run(options: Options, progress: Callable[[str], None]) -> Outcome:
         shape = checkpoint.shape_of(Geometry.small(options.ranks))
         begin = time.monotonic()
         progress("writes a random-weight checkpoint, experts in MXFP4")
-        checkpoint.write(folder / "checkpoint", shape, options.seed)
+        checkpoint.write(folder / CHECKPOINT, shape, options.seed)
         seconds["checkpoint"] = time.monotonic() - begin
         cases = prompts(options, shape.vocab_size)
         begin = time.monotonic()
-        off = _run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
+        off = run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
         seconds["plugin off"] = time.monotonic() - begin
         begin = time.monotonic()
-        on = _run_arm(options, folder, cases, plugin=True, forced=folder / "off.pt", progress=progress)
+        on = run_arm(options, folder, cases, plugin=True, forced=folder / "off.pt", progress=progress)
         seconds["plugin on"] = time.monotonic() - begin
     finally:
         if options.keep is None:
@@ -101,7 +104,7 @@ def run(options: Options, progress: Callable[[str], None]) -> Outcome:
     return Outcome(options, off, on, seconds)
 
 
-def _run_arm(
+def run_arm(
     options: Options,
     folder: Path,
     cases: list[Case],
@@ -110,6 +113,10 @@ def _run_arm(
     forced: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
+    """One arm, each rank in a process; returns what rank 0 wrote. Writes job files and logs into ``folder``.
+
+    ``forced``: the result file of the arm whose tokens are fed to this one.
+    """
     import torch
 
     from sgl_amd_mono.simulate import plugin as entry
@@ -124,7 +131,7 @@ def _run_arm(
     with contextlib.ExitStack() as stack:
         for rank in range(options.ranks):
             job = Job(
-                checkpoint=str(folder / "checkpoint"),
+                checkpoint=str(folder / CHECKPOINT),
                 out=str(out),
                 cases=cases,
                 steps=options.steps,

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gates of a simulated run turn red for what they are there for. No SGLang process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.simulate import report
+from sgl_amd_mono.simulate.compare import (
+    NOISE_MULTIPLE,
+    Difference,
+    LaunchRecord,
+    bf16_ulp,
+    difference,
+    failures,
+    judge_logits,
+)
+from sgl_amd_mono.simulate.session import Options, Outcome
+
+
+def test_difference_is_the_worst_row() -> None:
+    wanted = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    found = torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
+    worst = difference(found, wanted)
+    assert worst.cosine == pytest.approx(2 / 5**0.5)
+    assert worst.rel == pytest.approx(0.5)
+    assert worst.max_abs == 1.0
+    assert difference(wanted, wanted) == Difference(1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_breaks_every_bound(value: float) -> None:
+    worst = difference(torch.tensor([[value, 1.0]]), torch.tensor([[1.0, 1.0]]))
+    assert failures("k1", {"core": worst}, {"k1.core.cosine": 0.5, "k1.core.rel": 1.0, "k1.core.max_abs": 9.0}) != []
+    assert len(failures("k1", {"core": worst}, {"k1.core.rel": 1.0, "k1.core.max_abs": 9.0})) == 2
+
+
+def test_a_zero_row_against_something_is_wrong() -> None:
+    assert difference(torch.zeros(1, 4), torch.ones(1, 4)).cosine == 0.0
+    assert difference(torch.ones(1, 4), torch.zeros(1, 4)).rel == float("inf")
+
+
+def test_bounds_apply_to_their_launch_and_need_their_output() -> None:
+    bounds = {"k1.core.cosine": 0.9999, "k2.out.rel": 0.1}
+    good = Difference(1.0, 0.0, 0.0)
+    assert failures("k1", {"core": good}, bounds) == []
+    assert failures("k2", {"out": Difference(1.0, 0.2, 0.0)}, bounds) == ["k2.out.rel: 0.2, bound 0.1"]
+    assert failures("k2", {}, bounds) == ["k2.out.rel: nothing was compared"]
+
+
+def test_bf16_ulp() -> None:
+    values = torch.tensor([1.0, 1.99, 2.0, -8.5])
+    for value, ulp in zip(values, bf16_ulp(values), strict=True):
+        assert float(ulp) == float(2.0 ** (torch.floor(torch.log2(value.abs())) - 7))
+
+
+def logits(rows: int = 2, vocab: int = 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_logits_are_judged_by_the_noise() -> None:
+    off = [logits()]
+    noise = [[off[0] + 0.01 * torch.sign(off[0])]]
+    assert judge_logits(off, [off[0] + 0.03], noise).ok
+    assert not judge_logits(off, [off[0] + 0.05], noise).ok
+    spike = off[0].clone()
+    spike[0, 3] += 0.05
+    assert not judge_logits(off, [spike], noise).ok
+    assert not judge_logits(off, [off[0] * float("nan")], noise).ok
+    with pytest.raises(ValueError, match="at least one run"):
+        judge_logits(off, off, [])
+
+
+def test_a_decided_token_must_not_flip() -> None:
+    off = [torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.99, 0.0]])]
+    noise = [[off[0] + 0.01]]
+    swapped = off[0][:, [1, 0, 2]]
+    verdict = judge_logits(off, [swapped], noise)
+    assert (verdict.rows, verdict.decided, verdict.flipped) == (2, 1, 1)
+    assert NOISE_MULTIPLE * verdict.noise == pytest.approx(0.04, rel=1e-4)
+
+
+def outcome(**changes: Any) -> Outcome:
+    """A run that passes: one case, one step, on the small geometry."""
+    options = Options(rows=((1, 1),), steps=1)
+    geometry = Geometry.small(1)
+    a, b = logits(1, seed=1), logits(1, seed=2)
+    records = [
+        LaunchRecord(0, 0, kind, layer, 1, 1)
+        for layer in range(geometry.layers)
+        for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
+    ]
+    off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]]}
+    on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0)}
+    on.update(changes)
+    return Outcome(options, off, on, {"plugin off": 1.0})
+
+
+def test_a_right_run_passes_and_prints() -> None:
+    run = outcome()
+    verdict = report.judge(run)
+    assert verdict.problems == []
+    text = report.render(run, verdict)
+    assert "PASS" in text and "k1 on layers [0, 1, 2]; k2 on layers [0, 1, 2, 3]" in text
+    assert report.as_dict(run, verdict)["ok"] is True
+
+
+def test_a_launch_that_did_not_run_fails() -> None:
+    run = outcome()
+    del run.on["records"][2]
+    assert any("1 launches did not run" in problem for problem in report.judge(run).problems)
+    assert any("passed 1 on" in problem for problem in report.judge(outcome(routed=(0, 1))).problems)
+
+
+def test_a_broken_bound_fails_and_names_the_launch() -> None:
+    run = outcome()
+    run.on["records"][3].failures = ["k2.out.rel: 1, bound 0.1"]
+    verdict = report.judge(run)
+    assert verdict.problems == ["case 1 step 1 layer 1 k2: k2.out.rel: 1, bound 0.1"]
+    assert "FAIL" in report.render(run, verdict)
+
+
+def test_a_prefill_that_differs_fails() -> None:
+    run = outcome()
+    run.on["logits"][0][0] = run.on["logits"][0][0] + 1e-6
+    assert any("prefill" in problem for problem in report.judge(run).problems)
+
+
+def test_too_many_ties_fail() -> None:
+    run = outcome()
+    for record in run.on["records"]:
+        record.ties = 1
+    assert any("other pick of a tie" in problem for problem in report.judge(run).problems)
