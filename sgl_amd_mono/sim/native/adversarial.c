@@ -6,7 +6,8 @@
 // where addresses differ: then a plain store is dirty in the workgroup's cache, an sc1 store is at agent level, an sc0 sc1 store is
 // in memory. buffer_wbl2 writes dirty bytes back, buffer_inv drops clean ones, each by its scope. A load without sc1 may be served by
 // the workgroup's cache however old, an sc1 load by the rank's, an sc0 sc1 load by memory only; the workgroup's own unwritten bytes
-// are always seen. Results (vector, scalar and LDS) stay poison until s_waitcnt covers them; LDS operations and LDS DMA take effect
+// are always seen. A line that is not in such a cache may be served as it was before a store of this launch, as if it had been
+// cached then, unless an invalidation lies in between. Results (vector, scalar and LDS) stay poison until s_waitcnt covers them; LDS operations and LDS DMA take effect
 // then as well.
 #include <stdlib.h>
 
@@ -34,6 +35,7 @@ typedef struct {
     CacheLine *lines;
     uint32_t *bucket;
     uint32_t count, room, nbuckets, limit;
+    uint64_t evicted; // Machine.version when a line last had to make room: nothing older may come back
 } Cache;
 #define NO_LINE 0xffffffffu
 
@@ -76,7 +78,7 @@ static CacheLine *cache_get(Machine *m, Cache *c, uint64_t key, Alloc *al) {
     if (c->count >= c->limit) {
         for (int tries = 0; tries < 16; tries++) {
             const uint32_t j = (uint32_t)(next_random(m) % c->count);
-            if (!c->lines[j].dirty && !c->lines[j].pendings) { k = j; cache_unlink(c, j); break; }
+            if (!c->lines[j].dirty && !c->lines[j].pendings) { k = j; cache_unlink(c, j); c->evicted = m->version; break; }
         }
     }
     if (k == c->count) {
@@ -111,6 +113,7 @@ struct AdvWave {
 };
 struct AdvGroup {
     Cache cache;
+    uint64_t last_inv;  // Machine.version at the last invalidation (or eviction)
     uint64_t unsampled; // bloom of loads that have not read memory yet
 };
 typedef struct Orphan {
@@ -118,7 +121,18 @@ typedef struct Orphan {
     Cache cache;
     uint32_t rank;
 } Orphan;
+// What lines of memory held before they were written in this launch: as it began, and before the latest store.
+#define HISTORY_LINES 65536 // a power of two; beyond three quarters no more is recorded
+typedef struct {
+    uint64_t key; // host address / LINE, 0: free
+    uint64_t first_time, last_time; // Machine.version at the store that ended the first and the latest version
+    uint8_t first[LINE], last[LINE];
+} Past;
+
 struct AdvMachine {
+    Past *past;
+    uint32_t npast;
+    uint64_t *rank_inv; // a rank's last system-scope invalidation
     Cache *rank_cache;
     Orphan *orphans;
     Entry *free_entries;
@@ -155,7 +169,13 @@ void adv_start(Machine *m) {
         m->adv = calloc(1, sizeof *m->adv);
         m->adv->rank_cache = calloc(m->ranks, sizeof(Cache));
         for (uint32_t r = 0; r < m->ranks; r++) m->adv->rank_cache[r].limit = RANK_CACHE_LINES;
+        m->adv->past = calloc(HISTORY_LINES, sizeof(Past));
+        m->adv->rank_inv = calloc(m->ranks, 8);
+        if (!m->adv->rank_cache || !m->adv->past || !m->adv->rank_inv) abort();
     }
+    if (m->adv->npast) memset(m->adv->past, 0, HISTORY_LINES * sizeof(Past));
+    m->adv->npast = 0;
+    for (uint32_t r = 0; r < m->ranks; r++) m->adv->rank_inv[r] = m->version;
     // Most seeds hold stores back until they are waited for; some let them trickle out.
     const uint64_t r = next_random(m);
     static const uint32_t drain[8] = {0, 0, 0, 1, 1, 2, 8, 48}, starve[4] = {1, 2, 4, 8};
@@ -173,6 +193,8 @@ void adv_free(Machine *m) {
         free(e);
     }
     free(m->adv->rank_cache);
+    free(m->adv->past);
+    free(m->adv->rank_inv);
     free(m->adv);
 }
 void adv_wave_init(Wave *w) {
@@ -180,17 +202,55 @@ void adv_wave_init(Wave *w) {
     if (!w->g->adv) {
         w->g->adv = calloc(1, sizeof *w->g->adv);
         w->g->adv->cache.limit = CACHE_LINES;
+        w->g->adv->last_inv = w->m->version;
     }
     if (!w->adv || !w->g->adv) abort();
 }
 
 // ---- the levels; no access crosses a line ----
-static void fill_line(Machine *m, uint32_t rank, CacheLine *line, Alloc *al, uint64_t wanted, int from_rank_cache);
+static void fill_line(Machine *m, uint32_t rank, CacheLine *line, Alloc *al, int from_rank_cache, uint64_t since);
+
+static Past *find_past(Machine *m, const uint8_t *host, int create) {
+    const uint64_t key = (uint64_t)(uintptr_t)host / LINE;
+    for (uint32_t k = hash_key(key) & (HISTORY_LINES - 1);; k = (k + 1) & (HISTORY_LINES - 1)) {
+        Past *p = &m->adv->past[k];
+        if (p->key == key) return p;
+        if (p->key) continue;
+        if (!create || m->adv->npast > HISTORY_LINES / 4 * 3) return NULL;
+        m->adv->npast++;
+        p->key = key;
+        return p;
+    }
+}
+// Keeps what the line of a store held. The host line may reach beyond the allocation; only bytes inside are ever read back.
+static void remember(Machine *m, const Alloc *al, const uint8_t *host) {
+    Past *p = find_past(m, host, 1);
+    if (!p) return;
+    const uint8_t *line = (const uint8_t *)((uintptr_t)host & ~(uintptr_t)(LINE - 1));
+    const uint8_t *lo = line < al->host ? al->host : line, *end = al->host + al->size;
+    const uint8_t *hi = line + LINE < end ? line + LINE : end;
+    const int fresh = p->first_time == 0;
+    if (fresh) { memcpy(p->first + (lo - line), lo, (size_t)(hi - lo)); p->first_time = m->version; }
+    memcpy(p->last + (lo - line), lo, (size_t)(hi - lo));
+    p->last_time = m->version;
+}
+// A former value of n bytes at host that may still sit in a cache last invalidated at `since`; 0: there is none.
+static int past_value(Machine *m, const uint8_t *host, uint32_t n, uint64_t since, uint8_t *x) {
+    if (!m->adv->npast || (next_random(m) & 1)) return 0;
+    const uint32_t at = (uint32_t)((uintptr_t)host % LINE);
+    const Past *p = find_past(m, host, 0);
+    if (!p || at + n > LINE) return 0;
+    if (p->first_time > since) memcpy(x, p->first + at, n);
+    else if (p->last_time > since) memcpy(x, p->last + at, n);
+    else return 0;
+    return 1;
+}
 
 static void memory_write(Wave *w, Alloc *al, uint64_t a, uint32_t n, const uint8_t *x) {
     Machine *m = w->m;
     m->version++;
     if (m->nstore_faults && al->shared && n <= 16 && store_faulted(m, w, al, a - al->dev, n, x)) return;
+    remember(m, al, al->host + (a - al->dev));
     memcpy(al->host + (a - al->dev), x, n);
 }
 // Agent level: memory, or the rank's cache where several ranks map it.
@@ -205,8 +265,8 @@ static void agent_write(Wave *w, Alloc *al, uint64_t a, uint32_t n, const uint8_
 }
 static void system_write(Wave *w, Alloc *al, uint64_t a, uint32_t n, const uint8_t *x) {
     memory_write(w, al, a, n, x);
-    CacheLine *line = al->shared ? cache_find(&w->m->adv->rank_cache[w->L->rank], a / LINE) : NULL;
-    if (!line) return;
+    if (!al->shared) return;
+    CacheLine *line = cache_get(w->m, &w->m->adv->rank_cache[w->L->rank], a / LINE, al); // the rank's own agent level sees it too
     memcpy(line->data + a % LINE, x, n);
     line->valid |= byte_mask(a % LINE, n);
     line->dirty &= ~byte_mask(a % LINE, n);
@@ -215,11 +275,14 @@ static void agent_read(Machine *m, uint32_t rank, Alloc *al, uint64_t a, uint32_
     if (!al->shared) { memcpy(x, al->host + (a - al->dev), n); return; }
     CacheLine *line = cache_get(m, &m->adv->rank_cache[rank], a / LINE, al);
     const uint64_t want = byte_mask(a % LINE, n);
-    if ((line->valid & want) != want) fill_line(m, rank, line, al, want, 0);
+    if ((line->valid & want) != want) {
+        const Cache *c = &m->adv->rank_cache[rank];
+        fill_line(m, rank, line, al, 0, c->evicted > m->adv->rank_inv[rank] ? c->evicted : m->adv->rank_inv[rank]);
+    }
     memcpy(x, line->data + a % LINE, n);
 }
 // Fills the invalid bytes of the line, as far as the allocation reaches.
-static void fill_line(Machine *m, uint32_t rank, CacheLine *line, Alloc *al, uint64_t wanted, int from_rank_cache) {
+static void fill_line(Machine *m, uint32_t rank, CacheLine *line, Alloc *al, int from_rank_cache, uint64_t since) {
     const uint64_t base = line->key * LINE;
     const uint32_t lo = base < al->dev ? (uint32_t)(al->dev - base) : 0;
     const uint64_t end = al->dev + al->size;
@@ -228,9 +291,10 @@ static void fill_line(Machine *m, uint32_t rank, CacheLine *line, Alloc *al, uin
     if (from_rank_cache) agent_read(m, rank, al, base + lo, hi - lo, x + lo);
     else memcpy(x + lo, al->host + (base + lo - al->dev), hi - lo);
     const uint64_t fill = byte_mask(lo, hi - lo) & ~line->valid;
+    const uint8_t *host = al->host + (base + lo - al->dev); // former values where device and host lines coincide
+    if ((uintptr_t)host % LINE == (base + lo) % LINE) past_value(m, host, hi - lo, since, x + lo);
     for (uint32_t k = lo; k < hi; k++) if (fill >> k & 1) line->data[k] = x[k];
     line->valid |= fill;
-    (void)wanted;
 }
 static void overlay(const CacheLine *line, uint32_t at, uint32_t n, uint8_t *x) { // the workgroup's own unwritten bytes
     if (!line->dirty && !line->pendings) return;
@@ -245,7 +309,7 @@ static void read_piece(Wave *w, Alloc *al, uint32_t flags, uint64_t a, uint32_t 
     if (!(flags & F_SC1)) { // wave or workgroup scope
         CacheLine *line = cache_get(m, c, a / LINE, al);
         const uint64_t want = byte_mask(a % LINE, n);
-        if ((line->valid & want) != want) fill_line(m, rank, line, al, want, 1);
+        if ((line->valid & want) != want) fill_line(m, rank, line, al, 1, c->evicted > w->g->adv->last_inv ? c->evicted : w->g->adv->last_inv);
         memcpy(x, line->data + a % LINE, n);
         return;
     }
@@ -525,7 +589,7 @@ void adv_before_atomic(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mas
         CacheLine *line = cache_find(&w->g->adv->cache, a / LINE);
         if (line) {
             if (line->dirty) write_back_line(w, line);
-            if (!line->pendings) line->valid = 0;
+            if (!line->pendings) { line->valid = 0; w->g->adv->cache.evicted = w->m->version; }
         }
         CacheLine *shared = cache_find(&w->m->adv->rank_cache[w->L->rank], a / LINE);
         if (shared) {
@@ -560,7 +624,11 @@ const Ins *adv_smem(Wave *w, const Ins *i, uint64_t addr, uint32_t ndwords) {
     Alloc *al = find_alloc(w->m, w->L->rank, addr);
     uint32_t x[16];
     if (!al) memcpy(x, w->L->kernarg_alloc->host + (addr - w->L->kernarg_alloc->dev), 4u * ndwords);
-    else for (uint32_t k = 0; k < ndwords; k++) agent_read(w->m, w->L->rank, al, addr + 4 * k, 4, (uint8_t *)(x + k));
+    else
+        for (uint32_t k = 0; k < ndwords; k++) { // the scalar cache is not invalidated while a kernel runs
+            agent_read(w->m, w->L->rank, al, addr + 4 * k, 4, (uint8_t *)(x + k));
+            past_value(w->m, al->host + (addr + 4 * k - al->dev), 4, 0, (uint8_t *)(x + k));
+        }
     memcpy(&w->s[i->dst], x, 4u * ndwords);
     adv_hold_scalars(w, i->dst, ndwords);
     return i + 1;
@@ -586,6 +654,7 @@ const Ins *adv_lds(Wave *w, const Ins *i) {
 void adv_inv(Wave *w, const Ins *i) {
     if (!(i->flags & F_SC1)) return; // workgroup scope
     Cache *c = &w->g->adv->cache;
+    w->g->adv->last_inv = w->m->version;
     for (uint32_t k = 0; k < c->count; k++) {
         CacheLine *line = &c->lines[k];
         uint64_t keep = line->dirty;
@@ -593,6 +662,7 @@ void adv_inv(Wave *w, const Ins *i) {
         line->valid &= keep;
     }
     if (!(i->flags & F_SC0)) return;
+    w->m->adv->rank_inv[w->L->rank] = w->m->version;
     c = &w->m->adv->rank_cache[w->L->rank];
     for (uint32_t k = 0; k < c->count; k++) c->lines[k].valid &= c->lines[k].dirty;
 }
@@ -617,7 +687,7 @@ void adv_slice(Wave *w) {
     if (a->evict_chance && (r >> 8 & 255) < a->evict_chance && w->g->adv->cache.count) {
         CacheLine *line = &w->g->adv->cache.lines[(r >> 32) % w->g->adv->cache.count];
         if (line->dirty) write_back_line(w, line);
-        else if (!line->pendings) line->valid = 0;
+        else if (!line->pendings) { line->valid = 0; w->g->adv->cache.evicted = m->version; }
     }
     if ((r >> 16 & 255) < a->starve_chance) w->starve = 1 + (uint32_t)(r >> 40 & 31);
 }

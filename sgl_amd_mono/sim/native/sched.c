@@ -413,7 +413,9 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
     const unsigned saved = _mm_getcsr();
 #endif
 
-    uint32_t idle = 0, round = 0;
+    uint32_t idle = 0;    // rounds in which nothing changed that another wave could see
+    uint32_t polling = 0; // of these the latest in which every wave ran and only polled
+    uint32_t round = 0;
     uint64_t jump = 1000;
     while (!m->fault.kind && m->ngroups) {
         if (order_room < m->ngroups) {
@@ -437,9 +439,10 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 if (w->state != WAVE_READY) continue;
                 int64_t limit = -1;
                 if (m->adversarial) {
+                    if (idle >= 2) w->starve = 0; // nobody starves for ever
                     if (w->starve) { w->starve--; starved++; continue; }
                     adv_slice(w);
-                    if (w->starve) { starved++; continue; }
+                    if (w->starve && idle < 2) { starved++; continue; }
                     const uint64_t r = next_random(m);
                     limit = r & 3 ? (int64_t)(16 + (r >> 8) % 200) : (int64_t)(200 + (r >> 8) % 4000);
                 }
@@ -481,7 +484,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         if (m->fault.kind || !m->ngroups) break;
         if (m->icount_limit && m->icount > m->icount_limit) { set_fault(m, FAULT_LIMIT); break; }
         if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) { set_fault(m, FAULT_LIMIT); break; }
-        if (m->version != version || retired) { idle = 0; jump = 1000; continue; }
+        if (m->version != version || retired) { idle = polling = 0; jump = 1000; continue; }
         if (ran == 0 && !starved) { // nothing can run: barriers and injected stalls only
             if (m->adversarial && adv_force_drain(m)) continue;
             if (m->nlate) { m->clock = next_late_store(m); drain_late_stores(m); continue; }
@@ -496,12 +499,12 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             break; // injected stalls: what could end has ended
         }
         idle++;
-        if (starved) continue;
-        if (working) { if (idle > 64 && !hashing) continue; if (working) continue; }
-        if (idle < IDLE_ROUNDS) continue;
+        if (starved || working) { polling = 0; continue; }
+        polling++;
+        if (polling < IDLE_ROUNDS) continue;
         // every wave only polls
-        if (m->adversarial && adv_force_drain(m)) { idle = 0; continue; }
-        if (m->adversarial && idle < IDLE_ROUNDS_ADVERSARIAL) continue;
+        if (m->adversarial && adv_force_drain(m)) { idle = polling = 0; continue; }
+        if (m->adversarial && polling < IDLE_ROUNDS_ADVERSARIAL) continue;
         if (m->nlate) { // the next event
             const uint64_t due = next_late_store(m);
             if (due > m->clock + jump && clocked) m->clock += jump; else m->clock = due;
