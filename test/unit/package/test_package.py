@@ -75,7 +75,7 @@ def test_every_source_that_the_c_library_needs_is_package_data():
     others = {
         path
         for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts
+        if path.is_file() and path.suffix not in (".py", ".pyc") and not any(p.startswith(".") for p in path.parts)
     }
     assert others <= covered, f"not installed by pip: {sorted(str(p.relative_to(ROOT)) for p in others - covered)}"
 
@@ -133,3 +133,39 @@ def test_every_source_names_its_license():
     files = [path for folder in folders for suffix in suffixes for path in (ROOT / folder).rglob(suffix)]
     line = "SPDX-License-Identifier: Apache-2.0"
     assert [str(p.relative_to(ROOT)) for p in files if line not in p.read_text()[:200]] == []
+
+
+FLAG = re.compile(r"(?<![\w`-])--[a-z][a-z0-9-]+")
+OTHER_TOOLS_FLAGS = {"--no-deps"}  # pip
+CLI_COMMANDS = ("doctor", "compile", "simulate")
+
+
+def our_flags() -> set[str]:
+    """Options of the command line, as its help prints them."""
+    code = "import sys; from sgl_amd_mono.cli import main; main([sys.argv[1], '--help'])"
+    texts = [
+        subprocess.run([sys.executable, "-c", code, c], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+        for c in CLI_COMMANDS
+    ]
+    return {flag for text in texts for flag in FLAG.findall(text)}
+
+
+def sglang_flags() -> set[str]:
+    """Options of SGLang's server: the fields of its argument groups, and flags that it spells out."""
+    import importlib.util
+
+    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
+    files = [*(root / "arg_groups").rglob("*.py"), root / "server_args.py"]
+    text = "\n".join(path.read_text() for path in files)
+    fields = re.findall(r"^    (\w+): A\[", text, re.M)
+    return {"--" + name.replace("_", "-") for name in fields} | set(re.findall(r"\"(--[a-z0-9-]+)\"", text))
+
+
+def test_every_flag_that_texts_name_exists():
+    known = our_flags() | sglang_flags() | OTHER_TOOLS_FLAGS
+    assert {"--tp-size", "--enable-amd-monokernel", "--watchdog-timeout", "--memory-model"} <= known
+    texts = {"README.md": README} | {
+        str(path.relative_to(ROOT)): path.read_text() for path in SOURCES if path.parent.name != "simulate"
+    }
+    unknown = {name: sorted(set(FLAG.findall(text)) - known) for name, text in texts.items()}
+    assert {name: flags for name, flags in unknown.items() if flags} == {}
