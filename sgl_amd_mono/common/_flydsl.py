@@ -18,30 +18,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_amd_mono.common.flydsl_version import flydsl_reasons
-
-TARGET = "gfx950"
-# FlyDSL asks the machine for its GPU unless the target is named; a build must not depend on the machine it runs on.
-os.environ.setdefault("FLYDSL_GPU_ARCH", TARGET)
-os.environ.setdefault("ARCH", TARGET)
-
-
-import flydsl.expr as fx  # noqa: E402  (after the target has been named)
-from flydsl._mlir import ir  # noqa: E402
-from flydsl._mlir.dialects import arith, gpu, llvm, scf  # noqa: E402
-from flydsl._mlir.dialects import func as func_dialect  # noqa: E402
-from flydsl._mlir.passmanager import PassManager  # noqa: E402
-from flydsl.compiler.backends import get_backend  # noqa: E402
-from flydsl.compiler.jit_executor import CompiledArtifact, build_abi_storage  # noqa: E402
-from flydsl.compiler.jit_function import _create_mlir_context  # noqa: E402
-from flydsl.compiler.kernel_function import (  # noqa: E402
+import flydsl.expr as fx
+from flydsl._mlir import ir
+from flydsl._mlir.dialects import arith, gpu, llvm, scf
+from flydsl._mlir.dialects import func as func_dialect
+from flydsl._mlir.passmanager import PassManager
+from flydsl.compiler.backends import get_backend
+from flydsl.compiler.jit_executor import CompiledArtifact, build_abi_storage
+from flydsl.compiler.jit_function import _create_mlir_context
+from flydsl.compiler.kernel_function import (
     CompilationContext,
     KernelFunction,
     create_gpu_func,
     create_gpu_module,
     get_gpu_module_body,
 )
-from flydsl.expr.meta import tracing_context  # noqa: E402
+from flydsl.expr.meta import tracing_context
+
+from sgl_amd_mono.common.flydsl_version import flydsl_reasons
+
+TARGET = "gfx950"  # named in every call: a build does not depend on the machine's GPU or environment
 
 # ---------------------------------------------------------------------------------------------------------------
 # Values
@@ -379,10 +375,13 @@ def _lowered(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]
     return module, binary_pass
 
 
-def _isa_text(module: ir.Module) -> str:
-    """ISA text of a lowered module; needs no linker."""
+def _isa_text(module: ir.Module, binary_pass: str) -> str:
+    """ISA text of a lowered module, by the pass that makes the code object; needs no linker."""
+    isa_pass = binary_pass.replace("format=fatbin", "format=isa")
+    if isa_pass == binary_pass:
+        raise RuntimeError(f"FlyDSL's binary pass has another form: {binary_pass}")
     copy = ir.Module.parse(module.operation.get_asm())
-    PassManager.parse('builtin.module(gpu-module-to-binary{format=isa opts="" section= toolkit=})').run(copy.operation)
+    PassManager.parse(f"builtin.module({isa_pass})").run(copy.operation)
     for op in copy.body.operations:
         if op.operation.name == "gpu.binary":
             return _unescape(str(op.operation.attributes["objects"]))
@@ -420,7 +419,7 @@ def compile_kernel(body: Callable[..., None], name: str, abi: Sequence[tuple[str
         raise RuntimeError("; ".join(reasons))
     with _compile_lock, _create_mlir_context() as context, ir.Location.unknown(context):
         module, binary_pass = _lowered(body, name, abi, grid, block, hints or {})
-        isa = _isa_text(module)
+        isa = _isa_text(module, binary_pass)
         if not binary:
             return isa, None
         try:

@@ -16,19 +16,21 @@ A **build key** is a frozen dataclass that knows everything a kernel is speciali
         def grid(self): ...                      # workgroups;  block: threads of one
 
 ``build(key)`` returns an ``Artifact``: ISA text, ABI, resources, compile seconds. It compiles at most once a machine:
-the cache entry's name covers the key, the source of every file of the common package and of the key's own package,
-FlyDSL's version and the target; one process compiles while others wait on a file lock; entries appear by atomic
+the cache entry's name covers the key, the source of every file that its code reaches by import, FlyDSL's version and
+the target; one process compiles while others wait on a file lock; entries appear by atomic
 rename, so a killed builder leaves nothing behind but its lock file, which the next one takes over.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import errno
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -50,6 +52,7 @@ VGPR_MAX = 256  # 512 threads = 2 waves a SIMD, which share 512 registers
 LDS_MAX = 160 * 1024
 CACHE_ENV = "SGLANG_AMD_MONO_CACHE_DIR"
 CACHE_FORMAT = 1
+CODE_ENVIRONMENT = ("FLYDSL_COMPILE_OPT_LEVEL", "FLYDSL_DEBUG_ENABLE_DEBUG_INFO")  # FlyDSL's variables that change code
 LOCK_LIMIT_S = 1800.0  # a build takes seconds; a lock held this long has a stopped holder
 LOCK_POLL_S = 0.05
 
@@ -369,7 +372,8 @@ def default_cache_dir() -> Path:
 def cache_key(key: BuildKey) -> str:
     """SHA-256 over the key, the sources it can reach and the target; FlyDSL's version stands beside it in the name."""
     digest = hashlib.sha256()
-    for part in (str(CACHE_FORMAT), TARGET, key.digest(), sources_digest(type(key).__module__)):
+    options = [f"{name}={os.environ.get(name, '')}" for name in CODE_ENVIRONMENT]
+    for part in (str(CACHE_FORMAT), TARGET, *options, key.digest(), sources_digest(type(key).__module__)):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
@@ -391,20 +395,65 @@ def cache_entry(key: BuildKey, *, binary: bool = False, folder: Path | None = No
 
 
 def source_files(module_name: str) -> list[Path]:
-    """Every Python file a kernel of ``module_name`` can reach: the common package's and its own package's.
+    """Every file that the code of ``module_name`` can reach by import statements, wherever in a module they stand.
 
-    Inside ``sgl_amd_mono`` the own package is the model's folder; elsewhere (tests, examples) the module's own file.
+    Followed are imports from this package and from the module's own top-level package.
     """
-    common = Path(__file__).parent
-    files = set(common.rglob("*.py"))
-    parts = module_name.split(".")
-    if parts[0] == __name__.split(".")[0] and len(parts) > 1:
-        files |= set((common.parent / parts[1]).rglob("*.py"))
-    else:
-        file = getattr(sys.modules.get(module_name), "__file__", None)
-        if file:
-            files.add(Path(file))
+    followed = {__name__.split(".")[0], module_name.split(".")[0]}
+    waiting, seen, files = [module_name, __name__], set(), set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name.split(".")[0] not in followed:
+            continue
+        seen.add(name)
+        path = _module_file(name)
+        if path is None:
+            continue
+        files.add(path)
+        waiting.extend(_imports(str(path), path.stat().st_mtime_ns, name, path.name == "__init__.py"))
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
     return sorted(files)
+
+
+def _module_file(name: str) -> Path | None:
+    """Source file of a module, None where there is none (a name that is no module). Imports nothing."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if loaded:
+        return Path(loaded)
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module without a spec, such as __main__
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin)
+    for part in rest:
+        if path.name != "__init__.py":
+            return None
+        package, module = path.parent / part / "__init__.py", path.parent / f"{part}.py"
+        path = package if package.exists() else module
+        if not path.exists():
+            return None
+    return path
+
+
+@functools.lru_cache(maxsize=256)
+def _imports(path: str, mtime_ns: int, name: str, is_package: bool) -> tuple[str, ...]:
+    """Module names that the file's import statements can mean (``from a import b``: ``a`` and ``a.b``)."""
+    found = []
+    for node in ast.walk(ast.parse(Path(path).read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                parts = parts[:len(parts) - node.level + is_package]
+                base = ".".join([*parts, *([base] if base else [])])
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,6 +25,13 @@ def test_compiling_twice_gives_the_same_instructions() -> None:
     assert first.binary is None
 
 
+def test_the_machine_does_not_change_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = compile_artifact(RingKey()).isa
+    monkeypatch.setenv("ARCH", "x86_64")
+    monkeypatch.setenv("FLYDSL_GPU_ARCH", "gfx1201")
+    assert compile_artifact(RingKey()).isa == here
+
+
 def test_a_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(BulkKey(), cache_dir=tmp_path)
 

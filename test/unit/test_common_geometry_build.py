@@ -165,10 +165,11 @@ def test_resources_are_read_and_limits_enforced() -> None:
 
 
 def test_the_cache_key_covers_every_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {path.name for path in building.source_files("sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn")}
-    common = Path(building.__file__).parent
-    assert {p.name for p in common.glob("*.py")} <= names
-    assert {"device.py", "sync.py", "gemv.py", "_flydsl.py", "gdn.py", "geometry.py"} <= names
+    for model_file in ("gdn", "layer"):
+        names = {p.name for p in building.source_files(f"sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.{model_file}")}
+        assert {"device.py", "sync.py", "_flydsl.py", "build.py", "__init__.py", "geometry.py"} <= names
+        assert f"{model_file}.py" in names
+        assert not {"spec.py", "state.py", "peer.py"} & names  # what no kernel reaches does not rebuild it
     helper = tmp_path / "helper.py"
     helper.write_text("A = 1\n")
     monkeypatch.setattr(building, "source_files", lambda module: [helper])
@@ -189,6 +190,24 @@ def test_the_cache_key_covers_every_helper(tmp_path: Path, monkeypatch: pytest.M
     assert building.cache_entry(Key(), folder=tmp_path) == missing
     other.write_text("{}")
     assert building.cache_entry(Key(), folder=tmp_path) == other
+
+
+def test_imports_are_followed_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "made_up_kernels"
+    (package / "deep").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "", "deep/__init__.py": "from . import beside\n", "deep/beside.py": "", "unused.py": "",
+        "start.py": "def body():\n    from .deep import helper as h\n    import json, made_up_kernels.other\n",
+        "deep/helper.py": "if True:\n    from ..sibling import something\n", "sibling.py": "something = 1\n",
+        "other.py": "from sgl_amd_mono.common import gemv\n",
+    }.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = building.source_files("made_up_kernels.start")
+    assert {str(p.relative_to(package)) for p in files if package in p.parents} == {
+        "__init__.py", "start.py", "deep/__init__.py", "deep/beside.py", "deep/helper.py", "sibling.py", "other.py",
+    }
+    assert "gemv.py" in {p.name for p in files}
 
 
 def test_entries_survive_a_round_trip_and_broken_ones_are_rebuilt(tmp_path: Path) -> None:
