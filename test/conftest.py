@@ -16,7 +16,11 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 TEST_CACHE_VARIABLE = "SGLANG_AMD_MONO_TEST_CACHE"
-CACHE_VARIABLES = {"SGLANG_AMD_MONO_CACHE_DIR": "mono", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl", "TRITON_CACHE_DIR": "triton"}
+CACHE_VARIABLES = {
+    "SGLANG_AMD_MONO_CACHE_DIR": "mono",
+    "FLYDSL_RUNTIME_CACHE_DIR": "flydsl",
+    "TRITON_CACHE_DIR": "triton",
+}
 KFD_TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 GFX950_TARGET_VERSION = "90500"  # gfx_target_version of the kernel driver: 9 * 10000 + 5 * 100 + 0
 
@@ -38,6 +42,22 @@ def parse_shard(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise pytest.UsageError(f"--shard {text!r}: need I/N with 1 <= I <= N, such as --shard 2/4")
     return int(match[1]), int(match[2])
+
+
+def split_shard(items: list[pytest.Item], index: int, count: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return (items of shard `index` of `count`, all others).
+
+    Tests of one xdist_group share what is costly, so a group is dealt as a whole. Neighbours are variants of one test
+    and cost about the same: groups and single tests are dealt out in turn.
+    """
+    turns: dict[str, int] = {}
+    mine, others = [], []
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        unit = f"group {group.args[0]}" if group else item.nodeid
+        turn = turns.setdefault(unit, len(turns))
+        (mine if turn % count == index - 1 else others).append(item)
+    return mine, others
 
 
 def has_gfx950() -> bool:
@@ -75,9 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (selected if wanted else dropped).append(item)
     if config.getoption("--shard"):
         index, count = parse_shard(config.getoption("--shard"))
-        # Neighbours are variants of one test and cost about the same: deal them out in turn.
-        dropped += [item for i, item in enumerate(selected) if i % count != index - 1]
-        selected = [item for i, item in enumerate(selected) if i % count == index - 1]
+        selected, others = split_shard(selected, index, count)
+        dropped += others
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = selected

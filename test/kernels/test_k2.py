@@ -55,13 +55,19 @@ def live(tp: int, width: int) -> torch.Tensor:
     return inputs(tp, width).row_index > 0
 
 
+def case_marks(name: str, unmarked: bool) -> list[pytest.MarkDecorator]:
+    """All stages of a case run in one worker and one shard, which simulates its launch once."""
+    return [pytest.mark.xdist_group(f"k2-{name}"), *(() if unmarked else (full,))]
+
+
 CASES = [
-    pytest.param(tp, width, memory, seed, marks=() if unmarked else full, id=f"tp{tp}-s{width}-{memory}-{seed}")
+    pytest.param(tp, width, memory, seed, marks=case_marks(name, unmarked), id=name)
     for tp, width, memory, seed, unmarked in [
         *((2, w, "consistent", 0, w in (1, 2, 5, 8)) for w in range(1, 9)),
         *((1, w, "consistent", 0, w in (1, 7)) for w in range(1, 9)),
         *((2, 1 + s % 8, "adversarial", s, s in (0, 6)) for s in range(ADVERSARIAL_SEEDS)),
     ]
+    for name in [f"tp{tp}-s{width}-{memory}-{seed}"]
 ]
 stages = pytest.mark.parametrize(("tp", "width", "memory", "seed"), CASES)
 

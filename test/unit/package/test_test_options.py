@@ -23,6 +23,10 @@ def test_short(i): pass
 @pytest.mark.parametrize("i", range(4))
 def test_long(i): pass
 
+@pytest.mark.xdist_group("together")
+@pytest.mark.parametrize("i", range(5))
+def test_group(i): pass
+
 @pytest.mark.gfx950
 def test_gpu(): raise AssertionError("ran without a GPU")
 
@@ -50,15 +54,19 @@ def passed(result: subprocess.CompletedProcess[str]) -> set[str]:
 
 def test_full_rows_need_the_option(tmp_path: Path):
     short, full = passed(run(tmp_path)), passed(run(tmp_path, "--full"))
-    assert len(short) == 9 and len(full) == 13
+    assert len(short) == 14 and len(full) == 18
     assert full - short == {f"test_it.py::test_long[{i}]" for i in range(4)}
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_shards_are_a_partition(tmp_path: Path, count: int):
     shards = [passed(run(tmp_path, "--full", "--shard", f"{i}/{count}")) for i in range(1, count + 1)]
-    assert sum(map(len, shards)) == 13 and set().union(*shards) == passed(run(tmp_path, "--full"))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert sum(map(len, shards)) == 18 and set().union(*shards) == passed(run(tmp_path, "--full"))
+    group = {f"test_it.py::test_group[{i}]" for i in range(5)}
+    assert [len(shard & group) for shard in shards].count(5) == 1
+    assert (
+        max(len(shard - group) for shard in shards) - min(len(shard - group) for shard in shards) <= 2
+    )  # a group is one turn
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0"])
