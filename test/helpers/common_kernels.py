@@ -392,7 +392,7 @@ class GreedyKey(BuildKey):
 def simulated_keys() -> list[BuildKey]:
     """Every kernel that a test executes on the simulator."""
     rings = [RingKey(), RingKey(ranks=2), RingKey(ranks=2, stop=True), RingKey(blocks=2, wrong_tag=True)]
-    gemvs = [GemvKey(k=k, rows=3) for k in (256, 1024, 2048, 8192)]
+    gemvs = [GemvKey(k=8192), *(GemvKey(k=k, rows=3) for k in (256, 1024, 2048, 8192))]
     gemvs += [GemvKey(rows=rows) for rows in (1, 2, 3, 8, 16)]
     return [*rings, BulkKey(), OpsKey(), AccessKey(), *gemvs]
 
