@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     compile_.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
     compile_.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="SSM state")
     compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
+    compile_.add_argument(
+        "--link", choices=("auto", "yes", "no"), default="auto", help="link code objects for a GPU (needs ld.lld)"
+    )
     compile_.add_argument("--json", action="store_true", help="print the table as JSON")
     compile_.set_defaults(run=_compile)
 
@@ -83,7 +86,7 @@ def _unknown_model(model: str) -> bool:
 
     if model in MODELS:
         return False
-    print(f"sgl-amd-mono: unknown model {model!r}; known: {', '.join(MODELS)}", file=sys.stderr)
+    _to_stderr(f"sgl-amd-mono: unknown model {model!r}; known: {', '.join(MODELS)}")
     return True
 
 
@@ -108,6 +111,7 @@ def _compile(options: argparse.Namespace) -> int:
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
 
+    linked = _links(options.link)
     try:
         geometry = (
             Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 1)
@@ -121,13 +125,21 @@ def _compile(options: argparse.Namespace) -> int:
                 LayerKey(geometry, width),
             )
         ]
-        artifacts = build_all(keys, processes=options.jobs, progress=lambda text: print(text, file=sys.stderr))
+        artifacts = build_all(keys, binary=linked, processes=options.jobs, progress=_to_stderr)
     except (BuildError, GeometryError, ValueError) as error:
-        print(f"sgl-amd-mono compile: {error}", file=sys.stderr)
+        _to_stderr(f"sgl-amd-mono compile: {error}")
         return 1
+    built = "linked code objects for a GPU" if linked else "ISA text only, for the simulator: no ld.lld was found"
+    _to_stderr(f"{len(artifacts)} kernels of {options.model}, {geometry.name}, TP {geometry.tp}: {built}")
     if options.json:
         rows = [
-            {"kernel": a.name, "compile_seconds": a.compile_seconds, "grid": a.grid, **asdict(a.resources)}
+            {
+                "kernel": a.name,
+                "linked": linked,
+                "grid": a.grid,
+                "compile_seconds": a.compile_seconds,
+                **asdict(a.resources),
+            }
             for a in artifacts
         ]
         print(json.dumps(rows, indent=1))
@@ -136,13 +148,21 @@ def _compile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _links(asked: str) -> bool:
+    """Whether to link code objects: what a server on a GPU loads. ``auto``: where a linker is found."""
+    from sgl_amd_mono.common.doctor import check_linker
+
+    return asked == "yes" or (asked == "auto" and check_linker().ok is True)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _simulate(options: argparse.Namespace) -> int:
     if _unknown_model(options.model):
         return 2
     from sgl_amd_mono.simulate import report, session
-
-    def progress(text: str) -> None:
-        print(f"  .. {text}", file=sys.stderr, flush=True)
 
     asked = session.Options(
         model=options.model,
@@ -154,9 +174,9 @@ def _simulate(options: argparse.Namespace) -> int:
         keep=options.keep,
     )
     try:
-        outcome = session.run(asked, progress)
+        outcome = session.run(asked, lambda text: _to_stderr(f"  .. {text}"))
     except session.SimulationFailed as error:
-        print(f"sgl-amd-mono simulate: {error}", file=sys.stderr)
+        _to_stderr(f"sgl-amd-mono simulate: {error}")
         return 1
     verdict = report.judge(outcome)
     print(json.dumps(report.as_dict(outcome, verdict), indent=1) if options.json else report.render(outcome, verdict))

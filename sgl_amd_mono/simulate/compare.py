@@ -20,9 +20,9 @@ TIE_ULPS = 2
 """bf16 units in the last place within which two router logits count as equal."""
 
 SIMULATED_BOUNDS = {
-    "k1.core.rel": 2e-3,
+    "k1.core.rel": 5e-3,
     "k1.conv.rel": 2e-3,
-    "k1.state.rel": 1e-3,
+    "k1.state.rel": 2e-3,
     "k2.out.rel": 4e-2,
     "k2.res_out.rel": 2e-3,
 }

@@ -88,8 +88,10 @@ def test_fused_moe_is_the_weighted_sum_of_its_experts() -> None:
             scales[name].append(scale)
     w1, w2 = (aiter_standin.shuffle_weight(torch.stack(packed[name])) for name in ("w1", "w2"))
     w1.is_shuffled = w2.is_shuffled = True
-    s1, s2 = (aiter_standin.e8m0_shuffle(torch.cat(scales[name])).view(experts, -1, k // 32) for name, k in
-              (("w1", hidden), ("w2", width)))
+    s1, s2 = (
+        aiter_standin.e8m0_shuffle(torch.cat(scales[name])).view(experts, -1, k // 32)
+        for name, k in (("w1", hidden), ("w2", width))
+    )
     x = torch.randn(rows, hidden, generator=generator).bfloat16()
     ids = torch.tensor([[0, 1], [3, 2], [1, 3]], dtype=torch.int32)
     weights = torch.rand(rows, top_k, generator=generator)
@@ -97,8 +99,15 @@ def test_fused_moe_is_the_weighted_sum_of_its_experts() -> None:
     def run(scale: torch.Tensor) -> torch.Tensor:
         aiter_standin.forget_weights()
         return aiter_standin.fused_moe(
-            x, w1, w2, weights, ids, w1_scale=s1, w2_scale=scale,
-            quant_type=aiter_standin.QuantType.per_1x32, activation=aiter_standin.ActivationType.Silu,
+            x,
+            w1,
+            w2,
+            weights,
+            ids,
+            w1_scale=s1,
+            w2_scale=scale,
+            quant_type=aiter_standin.QuantType.per_1x32,
+            activation=aiter_standin.ActivationType.Silu,
         ).double()
 
     wanted = torch.zeros(rows, hidden, dtype=torch.float64)
@@ -163,8 +172,15 @@ def test_prefill_and_decode_agree() -> None:
     g, beta = gdn_standin.fused_gdn_gating(a_log, a, b, dt_bias)
     q, k, v = mixed.split([key_heads * dim, key_heads * dim, heads * dim], dim=-1)
     gdn_standin.chunk_gated_delta_rule(
-        q.view(1, 2, key_heads, dim), k.view(1, 2, key_heads, dim), v.view(1, 2, heads, dim), g, beta,
-        initial_state=ssm_one, initial_state_indices=index, cu_seqlens=start, use_qk_l2norm_in_kernel=True,
+        q.view(1, 2, key_heads, dim),
+        k.view(1, 2, key_heads, dim),
+        v.view(1, 2, heads, dim),
+        g,
+        beta,
+        initial_state=ssm_one,
+        initial_state_indices=index,
+        cu_seqlens=start,
+        use_qk_l2norm_in_kernel=True,
     )
     for token in range(2):
         step = gdn_standin.causal_conv1d_update(
