@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sgl-amd-mono simulate`: SGLang's own model, plugin off and on.
 
-In `make test`: one padded batch, on the simulator at TP 1, and with the launches replaced by their definitions, right and
-with planted mistakes. The long rows (`full`): the demo as it stands, both memory models, and TP 2 in two processes.
+In `make test`: one padded batch, on the simulator at TP 1, and with the launches replaced by their definitions, right
+and with planted mistakes. The long rows (`full`): the demo as it stands, both memory models, and TP 2 in two processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.simulate_double import PLANTED
+
 from sgl_amd_mono import cli
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.simulate import checkpoint, plugin, report, session

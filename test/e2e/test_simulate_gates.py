@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.simulate import report
 from sgl_amd_mono.simulate.compare import (

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-ins that `simulate` puts in the place of AITER and of SGLang's Triton kernels, against their definitions."""
+"""The stand-ins that `simulate` puts in the place of AITER and SGLang's Triton kernels, against their definitions."""
 
 from __future__ import annotations
 
 import torch
+
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
 from sgl_amd_mono.simulate import aiter_standin, checkpoint, gdn_standin, sums
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtimes for `simulate`: the launches by their definitions, right, or with one mistake a layer (negative controls)."""
+"""Runtimes for `simulate`: the launches by their definitions, with one mistake a layer (negative controls)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from helpers.spec_double import DoubleKernel, DoubleRuntime
-
 from sgl_amd_mono.qwen38_a95b_mxfp4.step import K2_SLOT
 
 #: (launch, layer) -> what `PlantedRuntime` does wrong there, and the bound that must see it.
