@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are not ours, compiled for gfx950 by Triton and executed by the simulator, against PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.triton_sim import SimulatorDriver, activate
+
+MEMORY_MODELS = ("consistent", "adversarial")
+
+
+@pytest.fixture(params=MEMORY_MODELS)
+def driver(request: pytest.FixtureRequest) -> SimulatorDriver:
+    return activate(request.param, seed=3)
+
+
+def test_vector_add(driver: SimulatorDriver) -> None:
+    from helpers.triton_kernels import vector_add
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(3000, generator=generator), torch.randn(3000, generator=generator)
+    out = torch.full((3100,), 7.0)
+    vector_add[(3,)](x, y, out, 3000, BLOCK=1024)
+    assert torch.equal(out[:3000], x + y)
+    assert torch.equal(out[3000:], torch.full((100,), 7.0)), "masked lanes were written"
+
+
+def test_softmax(driver: SimulatorDriver) -> None:
+    from helpers.triton_kernels import row_softmax
+
+    x = torch.randn(5, 781, generator=torch.Generator().manual_seed(2)) * 4
+    out = torch.zeros_like(x)
+    row_softmax[(5,)](x, out, 781, x.stride(0), BLOCK=1024, num_warps=4)
+    want = torch.softmax(x.double(), dim=1)
+    # exp(x) is 2^(x log2 e): a rounding of the exponent, up to 40, costs 40 * 2^-24 ln 2 = 1.7e-6, the sum and the division a little more.
+    assert ((out.double() - want).abs() / want).max() < 4e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("warps", [1, 4])
+def test_matmul(driver: SimulatorDriver, dtype: torch.dtype, warps: int) -> None:
+    """Small integers: the sum is exact in any order, so a wrong element of a fragment cannot hide."""
+    from helpers.triton_kernels import matmul
+
+    generator = torch.Generator().manual_seed(3)
+    m, n, k = 70, 50, 96
+    a = torch.randint(-4, 5, (m, k), generator=generator).to(dtype)
+    b = torch.randint(-4, 5, (k, n), generator=generator).to(dtype)
+    c = torch.zeros(m, n)
+    matmul[(3, 2)](a, b, c, m, n, k, BM=32, BN=32, BK=64, num_warps=warps)
+    assert torch.equal(c, a.float() @ b.float())
+
+
+def test_matmul_rounds_as_f32_sums_do(driver: SimulatorDriver) -> None:
+    from helpers.triton_kernels import matmul
+
+    generator = torch.Generator().manual_seed(4)
+    m, n, k = 64, 64, 512
+    a, b = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((m, k), (k, n)))
+    c = torch.zeros(m, n)
+    matmul[(2, 2)](a, b, c, m, n, k, BM=32, BN=32, BK=64)
+    want = a.double() @ b.double()
+    assert ((c.double() - want).norm() / want.norm()) < 1e-6
+
+
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _mx_operand(fmt: str, rows: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """(bytes, scales, exact values) of a random MX operand."""
+    rng = np.random.default_rng(seed)
+    scales = rng.integers(124, 131, (rows, k // 32), dtype=np.uint8)
+    factors = np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    if fmt == "e2m1":
+        codes = rng.integers(0, 16, (rows, k), dtype=np.uint8)
+        values = FP4_VALUES[codes]
+        data = codes[:, ::2] | codes[:, 1::2] << 4
+    else:
+        values = rng.integers(-16, 17, (rows, k)).astype(np.float64)
+        data = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return torch.from_numpy(data.copy()), torch.from_numpy(scales), values * factors
+
+
+@pytest.mark.parametrize("formats", [("e2m1", "e2m1"), ("e4m3", "e2m1"), ("e4m3", "e4m3")], ids="-".join)
+def test_scaled_matmul(driver: SimulatorDriver, formats: tuple[str, str]) -> None:
+    """Triton's own lowering of tl.dot_scaled places operands and scales; the sums are exact in f32."""
+    from helpers.triton_kernels import scaled_matmul
+
+    m, n, k = 64, 32, 256
+    a, a_scale, a_values = _mx_operand(formats[0], m, k, 5)
+    b, b_scale, b_values = _mx_operand(formats[1], n, k, 6)
+    c = torch.zeros(m, n)
+    packs = [2 if fmt == "e2m1" else 1 for fmt in formats]
+    scaled_matmul[(2, 1)](
+        a, a_scale, b, b_scale, c, m, n, k, A=formats[0], B=formats[1], A_PACK=packs[0], B_PACK=packs[1], BM=32, BN=32, BK=128,
+    )  # fmt: skip
+    want = torch.from_numpy(a_values @ b_values.T).float()
+    assert torch.equal(c, want)
+
+
+def test_reductions_and_scans(driver: SimulatorDriver) -> None:
+    from helpers.triton_kernels import sum_and_scan
+
+    x = torch.randint(-1000, 1000, (4, 700), generator=torch.Generator().manual_seed(7), dtype=torch.int32)
+    sums, largest = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    scans = torch.zeros_like(x)
+    sum_and_scan[(4,)](x, sums, scans, largest, 700, BLOCK=1024, num_warps=4)
+    assert torch.equal(sums, x.sum(1, dtype=torch.int32))
+    assert torch.equal(scans, x.cumsum(1, dtype=torch.int32))
+    assert torch.equal(torch.gather(x, 1, largest[:, None].long())[:, 0], x.max(1).values)
+
+
+def test_atomics_from_many_workgroups(driver: SimulatorDriver) -> None:
+    from helpers.triton_kernels import histogram
+
+    x = torch.randint(0, 50, (5000,), generator=torch.Generator().manual_seed(8), dtype=torch.int32)
+    counts = torch.zeros(50, dtype=torch.int32)
+    histogram[(20,)](x, counts, 5000, BLOCK=256)
+    assert torch.equal(counts, torch.bincount(x, minlength=50).int())
+
+
+def test_a_wrong_constant_in_the_machine_code_is_seen(driver: SimulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with one addition of the emitted code turned into a subtraction the comparison fails."""
+    from helpers.triton_kernels import vector_add
+
+    from sgl_amd_mono.sim import CodeObject
+
+    parse = CodeObject.parse
+    monkeypatch.setattr(
+        CodeObject,
+        "parse",
+        lambda text: parse(text.replace("v_add_f32", "v_sub_f32").replace("v_pk_add_f32", "v_pk_mul_f32")),
+    )
+    x, y = torch.full((256,), 3.0), torch.full((256,), 4.0)
+    out = torch.zeros(256)
+    vector_add[(1,)](x, y, out, 255, BLOCK=256)  # another specialisation, so that it is parsed anew
+    assert not torch.equal(out[:255], (x + y)[:255])
