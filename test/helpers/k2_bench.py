@@ -59,7 +59,7 @@ class RankWeights:
     keep_experts: bool = True  # hold the float64 experts (not at true size)
 
     @cached_property
-    def _experts(self) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    def _experts(self) -> Callable[[int], naive.Expert]:
         t = self.tensors
         experts = naive.LayerWeights.from_shuffled(t["w13"], t["w13_scale"], t["w2"], t["w2_scale"])
         return cache(experts) if self.keep_experts else experts

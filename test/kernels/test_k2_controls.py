@@ -10,9 +10,7 @@ import pytest
 import torch
 from helpers import k2_bench as kb
 
-from sgl_amd_mono.common.build import compile_artifact
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer
 
 GEOMETRY = Geometry.small(2)
 WIDTH = 2
@@ -104,22 +102,6 @@ def test_a_dropped_wait_is_seen(mistake) -> None:
 def test_a_dropped_wait_is_seen_in_three_seeds(mistake) -> None:
     program = mistake()
     assert any(not run(program, seed=seed) for seed in range(3))
-
-
-def test_a_swapped_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waves summed from the last to the first: the bits are no longer those of the stated order."""
-    forward = layer._Launch.sum_waves
-
-    def backward(self, region, offset, count):
-        return forward(self, region, lambda w: offset(count - 1 - w), count)
-
-    monkeypatch.setattr(layer._Launch, "sum_waves", backward)
-    from sgl_amd_mono.sim import CodeObject
-
-    swapped = CodeObject.parse(compile_artifact(layer.LayerKey(geometry=GEOMETRY, width=WIDTH, stop=False)).isa)
-    monkeypatch.undo()
-    assert run(memory="consistent")
-    assert not run(swapped, memory="consistent")
 
 
 def test_a_wrong_scale_byte_is_seen() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -26,10 +27,28 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One routed expert, shuffled as the kernel reads it; `w13` f64 [2*RI, H] and `w2` f64 [H, RI] on demand."""
+
+    w13_packed: torch.Tensor
+    w13_codes: torch.Tensor
+    w2_packed: torch.Tensor
+    w2_codes: torch.Tensor
+
+    @cached_property
+    def w13(self) -> torch.Tensor:
+        return layout.dequantize_shuffled(self.w13_packed, self.w13_codes)
+
+    @cached_property
+    def w2(self) -> torch.Tensor:
+        return layout.dequantize_shuffled(self.w2_packed, self.w2_codes)
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One rank's weights, as K2's arguments hold them; shapes in the ABI of `layer.py`.
 
-    `experts(e)` gives expert e's (w13 f64 [2*RI, H], w2 f64 [H, RI]); `from_shuffled` makes it from the tensors.
+    `experts(e)` gives expert e; `from_shuffled` makes it from the tensors.
     """
 
     w_o: torch.Tensor
@@ -38,21 +57,15 @@ class LayerWeights:
     w_sgu: torch.Tensor
     w_sg: torch.Tensor
     w_sd: torch.Tensor
-    experts: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    experts: Callable[[int], Expert]
 
     @staticmethod
     def from_shuffled(
         w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor
-    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[int], Expert]:
         """Expert look-up in shuffled uint8 tensors [E, N, K/2] and scales [E, N, K/32]."""
 
-        def expert(e: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return (
-                layout.dequantize_shuffled(w13[e], w13_scale[e]),
-                layout.dequantize_shuffled(w2[e], w2_scale[e]),
-            )
-
-        return expert
+        return lambda e: Expert(w13[e], w13_scale[e], w2[e], w2_scale[e])
 
 
 @dataclass
@@ -142,7 +155,7 @@ def shared_up(x: torch.Tensor, w_sgu: torch.Tensor) -> torch.Tensor:
 
 
 def routed_up(
-    x: torch.Tensor, ids: torch.Tensor, experts: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    x: torch.Tensor, ids: torch.Tensor, experts: Callable[[int], Expert]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Routed intermediates of bf16 x [S, H]: MXFP4 of silu(g)*u (f32, never rounded to bf16), one [RI] a (row, pick).
 
@@ -152,14 +165,14 @@ def routed_up(
     rows, picks = ids.shape
     inter = None
     for e in sorted(set(ids.flatten().tolist()) - {-1}):
-        gate, up = (xq @ experts(e)[0].T).chunk(2, dim=-1)
+        gate, up = (xq @ experts(e).w13.T).chunk(2, dim=-1)
         value = gate * torch.sigmoid(gate) * up
         if inter is None:
             inter = torch.zeros(rows, picks, value.shape[-1], dtype=torch.float64)
         row, pick = (ids == e).nonzero(as_tuple=True)
         inter[row, pick] = value[row]
     if inter is None:  # every row is a pad row
-        width = experts(0)[1].shape[-1]
+        width = experts(0).w2.shape[-1]
         inter = torch.zeros(rows, picks, width, dtype=torch.float64)
     return layout.quantize_mxfp4(inter.float())
 
@@ -169,14 +182,14 @@ def routed_down(
     codes: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    experts: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    experts: Callable[[int], Expert],
     hidden: int,
 ) -> torch.Tensor:
     """Routed output of one rank: bf16 [S, H] = bf16(sum over picks of weight * (intermediate @ w2^T))."""
     inter = layout.dequantize_mxfp4(packed, codes)
     total = torch.zeros(ids.shape[0], hidden, dtype=torch.float64)
     for e in sorted(set(ids.flatten().tolist()) - {-1}):
-        w2 = experts(e)[1]
+        w2 = experts(e).w2
         row, pick = (ids == e).nonzero(as_tuple=True)
         total.index_add_(0, row, (inter[row, pick] @ w2.T) * weights[row, pick].double()[:, None])
     return bf16(total)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Negative controls of K2 that need a build with a planted mistake (FlyDSL compiles them in the test)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import k2_bench as kb
+
+from sgl_amd_mono.common.build import compile_artifact
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer
+
+GEOMETRY = Geometry.small(2)
+WIDTH = 2
+
+
+def order_sensitive() -> tuple[list[kb.RankWeights], kb.Inputs]:
+    """Rank 1's first and last wave of the output projection cancel: what is lost in between depends on the order."""
+    weights, step = kb.random_weights(GEOMETRY, 41), kb.random_inputs(GEOMETRY, WIDTH, 42)
+    part = GEOMETRY.core_width // layer.WAVES
+    w_o, core = weights[1].tensors["w_o"], step.cores[1]
+    w_o[:, :part] *= 2**14
+    w_o[:, -part:] = -w_o[:, :part]
+    core[:, -part:] = core[:, :part]
+    return weights, step
+
+
+def test_a_swapped_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank sums its waves from the last to the first: the bits are not those of the stated order."""
+    from sgl_amd_mono.sim import CodeObject
+
+    forward = layer._Launch.sum_waves
+
+    def backward(self, region, offset, count):
+        return forward(self, region, lambda w: offset(count - 1 - w), count)
+
+    monkeypatch.setattr(layer._Launch, "sum_waves", backward)
+    swapped = CodeObject.parse(compile_artifact(layer.LayerKey(geometry=GEOMETRY, width=WIDTH, stop=False)).isa)
+    monkeypatch.undo()
+    weights, step = order_sensitive()
+    good, again = (kb.Bench(GEOMETRY, weights).run(step) for _ in range(2))
+    bad = kb.Bench(GEOMETRY, weights).run(step, codes=[kb.code(GEOMETRY, WIDTH), swapped])
+    assert torch.equal(good.residual[0], again.residual[0])
+    assert not torch.equal(good.residual[0], bad.residual[0])
