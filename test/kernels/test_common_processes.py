@@ -189,8 +189,9 @@ def test_one_rank_reports_what_it_ran() -> None:
     scratch = runtime.zeros(key.scratch_bytes, "scratch")
     rows = torch.arange(key.blocks * key.row_bytes // 4, dtype=torch.int32).reshape(key.blocks, -1)
     out = torch.zeros_like(rows)
-    runtime.launch(kernel, [rows, out, scratch, peer.table, torch.ones(1, dtype=torch.int32),
-                            runtime.deadline_ticks(1.0), 0, SLOT, 1, 0])
+    epoch = runtime.zeros(4, "epoch").view(torch.int32)  # persistent memory that is no scratch
+    epoch.fill_(1)
+    runtime.launch(kernel, [rows, out, scratch, peer.table, epoch, runtime.deadline_ticks(1.0), 0, SLOT, 1, 0])
     assert torch.equal(out, rows.roll(-1, 0))
     assert seen == runtime.reports and seen[0].kernel == str(kernel) and seen[0].key == key
     read = seen[0].report.bytes_read
