@@ -16,13 +16,13 @@ WIDTH = 2
 
 
 def order_sensitive() -> tuple[list[kb.RankWeights], kb.Inputs]:
-    """Rank 1's first and last wave of the output projection cancel: what is lost in between depends on the order."""
+    """Rank 1's first two waves of the output projection cancel: in their order exactly, after the others not."""
     weights, step = kb.random_weights(GEOMETRY, 41), kb.random_inputs(GEOMETRY, WIDTH, 42)
     part = GEOMETRY.core_width // layer.WAVES
     w_o, core = weights[1].tensors["w_o"], step.cores[1]
     w_o[:, :part] *= 2**14
-    w_o[:, -part:] = -w_o[:, :part]
-    core[:, -part:] = core[:, :part]
+    w_o[:, part : 2 * part] = -w_o[:, :part]
+    core[:, part : 2 * part] = core[:, :part]
     return weights, step
 
 
