@@ -307,3 +307,22 @@ def test_polls_without_their_scope_are_seen(ranks: int, found: str, left: str) -
         ring.launch(last=1)
         caught += any(p.fault_state().failed for p in ring.peers)
     assert caught >= CAUGHT, f"seen in {caught} of {SEEDS} seeds"
+
+
+def test_a_lost_or_late_store_of_a_peer() -> None:
+    from sgl_amd_mono.sim import DelayStores, DropStores
+
+    ring = Ring(RingKey(ranks=2))
+    late = deadline_ticks(DEADLINE_S) // 2
+    ring.cluster.machine.inject(DelayStores(rank=0, to_rank=1, region="token", ticks=late))
+    ring.launch(last=1)
+    assert torch.equal(ring.state, ring.expected) and ring.cluster.machine.clock > late
+    ring.cluster.machine.clear_faults()
+    ring.cluster.machine.inject(DropStores(rank=0, to_rank=1, region="token"))
+    ring.reset()
+    ring.launch(epoch=2, last=1)
+    for state in (p.fault_state() for p in ring.peers):
+        # Rank 1 waits for the token, rank 0 for rank 1 at the step's end: who records first depends on the schedule.
+        assert state.failed and {(r.rank, r.region) for r in state.records} <= {(1, 1), (0, REGION_EXCHANGE)}
+        assert state.records
+    assert torch.equal(ring.state[0], ring.expected[0]) and (ring.state[1] == UNTOUCHED).all()
