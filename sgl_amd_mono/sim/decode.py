@@ -56,9 +56,7 @@ _MODIFIER = re.compile(
     r"wave_ror|row_mask|bank_mask|bound_ctrl|fi|dst_sel|dst_unused|src0_sel|src1_sel|mul|div|cbsz|abid|blgp|neg|bitop3|offset0|offset1|"
     r"offset|byte_sel|format|dfmt|nfmt):(\[[^\]]*\]|swizzle\([^)]*\)|[^\s,]+)"
 )
-_FLAG = re.compile(
-    r"\s(row_mirror|row_half_mirror|clamp|offen|idxen|lds|sc0|sc1|nt|glc|slc|gds|scc|tfe)(?=\s|$)"
-)
+_FLAG = re.compile(r"\s(row_mirror|row_half_mirror|clamp|offen|idxen|lds|sc0|sc1|nt|glc|slc|gds|scc|tfe)(?=\s|$)")
 _SEL = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3, "WORD_0": 4, "WORD_1": 5, "DWORD": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
 # VOP3 operations that gfx9 introduced with op_sel keep the unused half of the destination; the others clear it.
@@ -723,7 +721,11 @@ class Decoder:
             record["mem_bytes"], record["aux"] = _lookup(_STORES, suffix)
             address, data, rest = operands[0], operands[1], operands[2:]
             self._data(record, data, (int(record["mem_bytes"]) + 3) // 4)
+        if len(rest) != (segment != "flat"):
+            raise SimError("wrong number of operands")
         saddr = rest[0] if rest else Operand("off")
+        if segment != "scratch" and address.count != (1 if saddr.kind == "s" else 2):
+            raise SimError("the address is two VGPRs without a scalar base, one VGPR with one")
         if saddr.kind == "s":
             record["flags"] |= F_SADDR
             record["src"][2] = saddr.value

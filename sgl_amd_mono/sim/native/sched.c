@@ -424,7 +424,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             order = malloc(order_room * sizeof *order);
         }
         for (uint32_t k = 0; k < m->ngroups; k++) order[k] = k;
-        if (m->adversarial || (round & 15) == 0) shuffle(m, order, m->ngroups);
+        shuffle(m, order, m->ngroups);
         round++;
         const uint64_t version = m->version;
         uint64_t longest = 0;
