@@ -27,12 +27,21 @@ RUNTIME_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_RUNTIME"
 """``module:factory`` of another runtime than the simulator (tests run the launches by their definitions)."""
 
 
-def environment(folder: Path, memory_model: str, seed: int, widths: tuple[int, ...]) -> dict[str, str]:
-    """Environment of SGLang's processes. Writes the entry point's metadata into ``folder``, put on PYTHONPATH."""
+def environment(
+    folder: Path, memory_model: str, seed: int, widths: tuple[int, ...], spawned: bool = False
+) -> dict[str, str]:
+    """Environment of SGLang's processes. Writes the entry point's metadata into ``folder``, put on PYTHONPATH.
+
+    ``spawned``: processes that SGLang itself starts import SGLang before any plugin of it is loaded, so Python prepares
+    them as it starts (``sitecustomize``).
+    """
     metadata = folder / f"{ENTRY_POINT}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {ENTRY_POINT}\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{ENTRY_POINT} = {__name__}:register\n")
+    if spawned:
+        start = "from sgl_amd_mono.simulate.harness import prepare\n\nprepare()\n"
+        (folder / "sitecustomize.py").write_text(start)
     package_root = Path(__file__).resolve().parents[2]
     inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {
