@@ -48,6 +48,7 @@ from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault
 PEER_AREA = 0x2000_0000_0000
 PEER_VIEW = 1 << 40
 PEER_OWNER = 1 << 34
+SHARED_MEMORY_FOLDER = "/dev/shm"  # where torch keeps shared storages
 MEETING_TIMEOUT_S = 300.0
 KEEP_MAPPED_BYTES = 1 << 20  # shared blocks of at least this size stay mapped between launches
 KEEP_MAPPED_BLOCKS = 4096
@@ -110,8 +111,20 @@ def tensor_extent(tensor: Any) -> tuple[int, int]:
 
 
 def share_in_place(tensor: Any) -> tuple[int, int]:
-    """Move a CPU tensor's storage to shared memory, for all tensors that view it; returns (fd, file bytes)."""
-    fd, nbytes = tensor.untyped_storage()._share_fd_cpu_()
+    """Move a CPU tensor's storage to shared memory, for all tensors that view it; returns (fd, file bytes).
+
+    Raises ``LaunchError`` where the shared-memory file system has no room: writing past its end would kill the process.
+    """
+    storage = tensor.untyped_storage()
+    if not storage.is_shared():
+        room = os.statvfs(SHARED_MEMORY_FOLDER)
+        free = room.f_bavail * room.f_frsize
+        if storage.nbytes() > free:
+            raise LaunchError(
+                f"{storage.nbytes()} bytes of a launch must be shared with the simulating process, "
+                f"{SHARED_MEMORY_FOLDER} has {free} free; fix: a larger one (docker run --shm-size=4g)"
+            )
+    fd, nbytes = storage._share_fd_cpu_()
     return fd, nbytes
 
 

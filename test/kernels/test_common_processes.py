@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,7 +15,7 @@ from helpers.common_kernels import BulkKey, RingKey
 from helpers.hip_stub import ThreadGroup, on_every_rank
 
 from sgl_amd_mono.common.runtime import LaunchError, RuntimeRequest, deadline_ticks, simulator_runtime
-from sgl_amd_mono.common.runtime_sim import Cluster
+from sgl_amd_mono.common.runtime_sim import Cluster, share_in_place
 
 RANKS = 2
 SLOT = 3
@@ -198,3 +199,20 @@ def test_one_rank_reports_what_it_ran() -> None:
     assert sum(read[0, "src"].values()) == rows.numel() * 4
     assert read[0, "scratch"]["sc1"] >= rows.numel() * 4
     runtime.close()
+
+
+def test_shared_memory_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(1000)
+    before = tensor.data_ptr()
+    room = os.statvfs("/dev/shm")
+    full = os.statvfs_result((*room[:4], 0, *room[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    with pytest.raises(LaunchError, match=r"4000 bytes of a launch .* /dev/shm has 0 free; fix: .*--shm-size"):
+        share_in_place(tensor)
+    assert tensor.data_ptr() == before
+    monkeypatch.undo()
+    view = tensor[500:]
+    share_in_place(tensor)
+    assert tensor.data_ptr() != before and view.data_ptr() == tensor.data_ptr() + 2000 and (view == 1).all()
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    share_in_place(view)  # it is shared already
