@@ -57,10 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; needed: a positive number")
+    return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -76,7 +75,9 @@ def _rows(text: str) -> tuple[tuple[int, int], ...]:
         requests, _, width = part.partition(":")
         pair = _positive(requests), _positive(width or requests)
         if not pair[0] <= pair[1] <= MAX_ROWS:
-            raise argparse.ArgumentTypeError(f"{part}: needed is requests <= padded rows <= {MAX_ROWS}")
+            raise argparse.ArgumentTypeError(
+                f"found {part!r}; needed: requests, or requests:padded rows, at most {MAX_ROWS}, e.g. 1,3:4,8"
+            )
         pairs.append(pair)
     return tuple(pairs)
 
