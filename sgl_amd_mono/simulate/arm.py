@@ -74,6 +74,7 @@ def run(job: Job) -> None:
             print(PROGRESS + text, flush=True)
 
     name = "plugin on" if job.plugin else "plugin off"
+    plugin.announce = lambda text: say(f"{name}: {text}")
     say(f"{name}: SGLang loads the model")
     begin = time.monotonic()
     model = SglangModel(Path(job.checkpoint), job.plugin, Rank(job.rank, job.ranks, job.port))

@@ -193,7 +193,6 @@ def prepare() -> None:
     """Before SGLang is imported: environment and import-only packages. Idempotent."""
     os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
     _stub_vllm()
     _stub_torchvision()
     from sgl_amd_mono.simulate import aiter_standin

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def environment(
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(package_root), *inherited]),
         "SGLANG_PLUGINS": ENTRY_POINT,
+        "CUDA_VISIBLE_DEVICES": "",  # a GPU of this machine is none of gfx950's, and is left alone
         MEMORY_MODEL_VARIABLE: memory_model,
         SEED_VARIABLE: str(seed),
         WIDTHS_VARIABLE: ",".join(map(str, widths)),
@@ -65,6 +67,9 @@ def register() -> None:
     register_spec(backend=BACKEND, architecture=ARCHITECTURE, path=f"{__name__}:SPEC")
 
 
+announce: Callable[[str], None] = lambda text: None  # noqa: E731
+"""Where progress goes; set by a process that shows it."""
+
 BUILT: list[Any] = []
 """What ``build`` returned in this process: the plugin's Step of the loaded model."""
 
@@ -77,7 +82,19 @@ def _runtime_factory() -> Any:
     from sgl_amd_mono.common.runtime import simulator_runtime
 
     memory, seed = os.environ.get(MEMORY_MODEL_VARIABLE, "consistent"), int(os.environ.get(SEED_VARIABLE, "0"))
-    return functools.partial(simulator_runtime, memory=memory, seed=seed)
+
+    def factory(request: Any) -> Any:
+        runtime = simulator_runtime(request, memory=memory, seed=seed)
+        build = runtime.build
+
+        def announced(keys: Any) -> Any:
+            announce(f"builds {len(keys)} kernels for {request.isa}, or takes them from the cache")
+            return build(keys)
+
+        runtime.build = announced
+        return runtime
+
+    return factory
 
 
 @functools.cache

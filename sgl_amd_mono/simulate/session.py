@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,9 @@ from sgl_amd_mono.simulate.arm import PROGRESS, Case, Job
 
 MODELS = ("qwen38_a95b_mxfp4",)
 """Models that can be simulated, by their folder's name."""
+
+NEEDED = ("sglang", "torch", "triton", "transformers", "safetensors")
+"""Packages that a simulated run imports."""
 
 PROMPT_LENGTHS = (5, 6, 7)
 """Prompt lengths of a batch's requests, in turn: the requests of a batch differ in their states."""
@@ -77,8 +82,26 @@ def prompts(options: Options, vocabulary: int) -> list[Case]:
     return cases
 
 
+def check_machine() -> None:
+    """Raise ``SimulationFailed`` where SGLang cannot run on the CPU here."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SimulationFailed(
+            f"found no {', '.join(missing)} in {sys.prefix}; needed: SGLang 0.5.23 and what it imports; "
+            f"fix: make demo, which makes an environment with the tested versions"
+        )
+    import torch
+
+    if torch.version.hip is not None:
+        raise SimulationFailed(
+            f"found torch {torch.__version__}, a ROCm build, with which SGLang takes its GPU branches; "
+            f"needed: a CPU or CUDA build; fix: make demo, in an environment of its own"
+        )
+
+
 def run(options: Options, progress: Callable[[str], None]) -> Outcome:
-    """Run both arms; raises ``SimulationFailed`` when a process fails."""
+    """Run both arms; raises ``SimulationFailed`` when this machine lacks something or a process fails."""
+    check_machine()
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
     from sgl_amd_mono.simulate import checkpoint
 
@@ -140,6 +163,7 @@ def run_arm(
                 ranks=options.ranks,
                 port=port,
                 forced=str(forced) if forced else None,
+                threads=_threads(options.ranks),
                 noise_seeds=[] if plugin else [options.seed * NOISE_ORDERS + 1 + i for i in range(NOISE_ORDERS)],
             )
             path = folder / f"{name}.{rank}.json"
@@ -161,6 +185,11 @@ def run_arm(
         for reader in readers:
             reader.join(timeout=10)
     return torch.load(out, weights_only=False)
+
+
+def _threads(ranks: int) -> int:
+    """torch threads of each rank: OMP_NUM_THREADS where it is set, else this machine's cores shared by the ranks."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
 
 
 def _relay(stream: Any, progress: Callable[[str], None]) -> None:
