@@ -24,6 +24,7 @@ rename, so a killed builder leaves nothing behind but its lock file, which the n
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -32,6 +33,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -243,10 +245,9 @@ def build_all(keys: Sequence[BuildKey], *, binary: bool = False, cache_dir: Path
     folder = cache_dir or default_cache_dir()
     missing = [k for k in unique if not cache_entry(k, binary=binary, folder=folder).exists()]
     count = min(len(missing), processes or os.cpu_count() or 1)
+    if multiprocessing.current_process().daemon:
+        count = 1  # a daemonic process may not have children
     if count > 1:
-        import concurrent.futures
-        import multiprocessing
-
         # spawn: a forked child would inherit FlyDSL's and torch's threads.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
@@ -526,7 +527,7 @@ def _named_folder(folder: Path) -> Iterator[None]:
     """Turn the system's refusal to write the cache into a ``BuildError`` that names folder and fix."""
     try:
         yield
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
         raise BuildError(
             f"the kernel cache {folder} cannot be written ({error.strerror}); needed: a writable folder; "
             f"fix: set {CACHE_ENV} to one"

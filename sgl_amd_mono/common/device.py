@@ -328,11 +328,6 @@ def wait_lds() -> None:
     fly.inline_asm("s_waitcnt lgkmcnt(0)", "~{memory}")
 
 
-def schedule_barrier() -> None:
-    """No instruction; the compiler's scheduler moves nothing across it (keeps loads in the order they were written)."""
-    intrinsic("llvm.amdgcn.sched.barrier", None, [I32(0)])
-
-
 def clock() -> fx.Int64:
     """100 MHz counter, uniform."""
     return intrinsic("llvm.amdgcn.s.memrealtime", I64, [])

@@ -279,8 +279,17 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(building, "compile_artifact", lambda key, binary: artifact_of())
     with pytest.raises(BuildError, match=r"cannot be written .* fix: set SGLANG_AMD_MONO_CACHE_DIR"):
         building.build(Key(), cache_dir=file)
-    with pytest.raises(BuildError, match=r"cannot be written .* fix: set SGLANG_AMD_MONO_CACHE_DIR"):
-        building.build(Key(), cache_dir=file / "below")
+    for folder in (file / "below", Path("/proc/nowhere/below")):
+        with pytest.raises(BuildError, match=r"cannot be written .* fix: set SGLANG_AMD_MONO_CACHE_DIR"):
+            building.build(Key(), cache_dir=folder)
+
+
+def test_a_daemonic_process_builds_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
+    monkeypatch.setattr(building, "compile_artifact", lambda key, binary: artifact_of())
+    said: list[str] = []
+    assert len(building.build_all([Key(), Key(width=2)], cache_dir=tmp_path, processes=2, progress=said.append)) == 2
+    assert said == [f"built {Key().name}", f"built {Key(width=2).name}"]
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
