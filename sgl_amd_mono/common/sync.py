@@ -133,12 +133,17 @@ def decode_fault_block(words: Sequence[int]) -> FaultState:
 @dataclass(frozen=True)
 class Region:
     """A mailbox region as the kernel sees it: ``number`` names it in fault records, pair ``i`` lies ``i * stride``
-    bytes from ``base`` (``Int64``, equal in all lanes); ``system`` when other GPUs write or read it."""
+    bytes from ``base`` (``Int64``, equal in all lanes); ``system`` when other GPUs write or read it.
+
+    ``order`` is the place of the region's wait in the launch's chain of hand-offs: a wait gets ``order`` eighths of the
+    deadline on top, so that of several waits that one lost hand-off holds up, the first in the chain is recorded.
+    """
 
     number: int
     base: Any
     system: bool = False
     stride: int = PAIR_BYTES
+    order: int = 0
 
 
 class Sync:
@@ -292,7 +297,9 @@ class Sync:
             self._leave()
         first = d.compare("eq", start, d.I64(0))
         start = d.select(first, now, start)
-        with d.if_(d.compare("ugt", now - start, self._deadline)):
+        order = max(r.order for r, _ in pairs)
+        limit = self._deadline + d.shift_right_logical(self._deadline, d.I64(3)) * order if order else self._deadline
+        with d.if_(d.compare("ugt", now - start, limit)):
             region, index, seen = d.I32(pairs[-1][0].number), d.I32(pairs[-1][1]), tags[-1]
             for (r, i), tag in zip(reversed(pairs[:-1]), reversed(tags[:-1]), strict=True):
                 late = d.compare("ne", tag, self.tag)
@@ -331,7 +338,9 @@ class Sync:
                 self.put(marks, d.block_id(), d.I32(1))
             with d.if_(d.compare("eq", d.block_id(), d.I32(0)) & d.compare("eq", d.wave_id(), d.I32(0))):
                 self._collect_marks(marks, blocks)
-                exchange = Region(REGION_EXCHANGE, self.own_base + d.I64(EXCHANGE_OFFSET), system=True)
+                exchange = Region(
+                    REGION_EXCHANGE, self.own_base + d.I64(EXCHANGE_OFFSET), system=True, order=marks.order + 1
+                )
                 with d.if_(d.compare("eq", d.lane_id(), d.I32(0))):
                     for base in self.peer_base:
                         self.put(exchange, self.rank, d.I32(0), base=base + d.I64(EXCHANGE_OFFSET))
@@ -341,7 +350,7 @@ class Sync:
     def _collect_marks(self, marks: Region, blocks: int) -> None:
         """One wave waits for every workgroup's mark; each lane polls its share."""
         d = self._d
-        number = Region(REGION_MARKS, marks.base, marks.system, marks.stride)
+        number = Region(REGION_MARKS, marks.base, marks.system, marks.stride, marks.order)
         share = [d.lane_id() + d.WAVE_LANES * k for k in range(-(-blocks // d.WAVE_LANES))]
         clamped = [d.select(d.compare("ult", i, d.I32(blocks)), i, d.I32(blocks - 1)) for i in share]
         for first in range(0, len(clamped), MAX_BATCH):

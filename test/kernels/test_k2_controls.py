@@ -13,7 +13,7 @@ from helpers import k2_bench as kb
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 
 GEOMETRY = Geometry.small(2)
-WIDTH = 2
+WIDTH = 4
 DEADLINE = 100_000  # 1 ms of the virtual clock
 SEEDS = range(20)
 SEEN_AT_LEAST = 19

@@ -63,6 +63,7 @@ ABI: Abi = (
 # Regions as fault records number them.
 AR, MSQ, RLOG, SHARED, GATE, INTER, FINAL, MARKS = range(8)
 REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS")
+WAIT_ORDER = {AR: 0, MSQ: 1, RLOG: 2, SHARED: 3, GATE: 3, INTER: 3, FINAL: 4, MARKS: 5}  # along the longest chain
 WAITS = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL")  # what a launch waits for, in order
 CROSS_WAITS = ("AR", "RLOG", "FINAL")  # the waits on other ranks
 
@@ -385,7 +386,8 @@ class _Launch:
         self.scratch = scratch_regions(g, s)
 
         def mailbox(number: int) -> Region:
-            return Region(number, arguments["scratch"] + d.I64(self.scratch[REGION_NAMES[number]].offset))
+            base = arguments["scratch"] + d.I64(self.scratch[REGION_NAMES[number]].offset)
+            return Region(number, base, order=WAIT_ORDER[number])
 
         self.msq, self.shared, self.gate = mailbox(MSQ), mailbox(SHARED), mailbox(GATE)
         self.inter, self.marks = mailbox(INTER), mailbox(MARKS)
@@ -396,7 +398,8 @@ class _Launch:
             name: d.I64(even[name].offset) + parity * d.I64(odd[name].offset - even[name].offset) for name in even
         }
         self.ar, self.rlog, self.final = (
-            Region(n, self.sync.own_base + self.peer_offset[REGION_NAMES[n]], system=True) for n in (AR, RLOG, FINAL)
+            Region(n, self.sync.own_base + self.peer_offset[REGION_NAMES[n]], system=True, order=WAIT_ORDER[n])
+            for n in (AR, RLOG, FINAL)
         )
 
     def _allocate(self) -> None:

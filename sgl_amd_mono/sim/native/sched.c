@@ -21,6 +21,9 @@ const Ins *op_watched(Wave *w, const Ins *i);
 #define IDLE_ROUNDS_ADVERSARIAL 24
 // Preempted slices may hold no s_sleep or clock read: a wave counts as polling for this many slices after one.
 #define POLL_AGE 16
+// Each jump grows by this part of the last: with a clock read every 32 tries, a wave sees a deadline within a few per cent of it,
+// so that of two deadlines the shorter ends first.
+#define JUMP_GROWTH 512
 // A machine that only polls for this long (virtual) will never end: 2^37 ticks, 23 minutes.
 #define CLOCK_HORIZON (1ull << 37)
 // Instructions of one wave a clock tick: about 2.4 GHz / 4 cycles / 100 MHz.
@@ -266,6 +269,7 @@ void release_barrier(Group *g) {
     }
     g->at_barrier = 0;
     g->L->m->version++;
+    if (g->adv) adv_after_barrier(g);
     for (uint32_t k = 0; k < g->nwaves; k++) {
         if (g->waves[k].state == WAVE_BARRIER) g->waves[k].state = WAVE_READY;
         if (d.total) g->waves[k].depth = d;
@@ -439,10 +443,9 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 if (w->state != WAVE_READY) continue;
                 int64_t limit = -1;
                 if (m->adversarial) {
-                    if (idle >= 2) w->starve = 0; // nobody starves for ever
                     if (w->starve) { w->starve--; starved++; continue; }
                     adv_slice(w);
-                    if (w->starve && idle < 2) { starved++; continue; }
+                    if (w->starve) { starved++; continue; }
                     const uint64_t r = next_random(m);
                     limit = r & 3 ? (int64_t)(16 + (r >> 8) % 200) : (int64_t)(200 + (r >> 8) % 4000);
                 }
@@ -469,14 +472,14 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 if (!effect && w->stuck && w->hash_valid) { polled = 1; stuck++; }
                 if (!polled) working++;
             }
-            if (g->live == 0) retired++;
+            if (g->live == 0 && (!m->adversarial || adv_group_quiet(g))) { g->done = 1; retired++; }
         }
         m->clock += 1 + longest / INSTRUCTIONS_PER_TICK;
         if (m->nlate && next_late_store(m) <= m->clock) drain_late_stores(m);
         if (retired) {
             uint32_t kept = 0;
             for (uint32_t k = 0; k < m->ngroups; k++) {
-                if (m->groups[k]->live == 0) retire_group(m->groups[k]); else m->groups[kept++] = m->groups[k];
+                if (m->groups[k]->done) retire_group(m->groups[k]); else m->groups[kept++] = m->groups[k];
             }
             m->ngroups = kept;
             if (!m->fault.kind && !fill_slots(m)) set_fault(m, FAULT_MEMORY);
@@ -499,6 +502,12 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             break; // injected stalls: what could end has ended
         }
         idle++;
+        if (starved && !working && idle >= 2) { // the others only poll: the starved waves go on, or first a store comes out
+            if (next_random(m) & 3 || !adv_force_drain(m))
+                for (uint32_t k = 0; k < m->ngroups; k++)
+                    for (uint32_t j = 0; j < m->groups[k]->nwaves; j++) m->groups[k]->waves[j].starve = 0;
+            idle = 0;
+        }
         if (starved || working) { polling = 0; continue; }
         polling++;
         if (polling < IDLE_ROUNDS) continue;
@@ -519,7 +528,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         m->clock += jump;
         m->clock_jumps++;
-        jump *= 2;
+        jump += jump / JUMP_GROWTH + 1;
         if (jump > CLOCK_HORIZON) { set_fault(m, FAULT_DEADLOCK); break; }
     }
     if (!m->fault.kind && m->adversarial) adv_finish(m);
