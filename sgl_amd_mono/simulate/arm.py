@@ -2,8 +2,8 @@
 """One rank of one arm, in a process of its own: ``python -m sgl_amd_mono.simulate.arm JOB.json``.
 
 An arm loads the model with SGLang, with the plugin or without, and runs every case: a prefill, then decode steps. Fed
-with the tokens of another arm it is teacher-forced. Rank 0 writes what it saw as a torch file; progress goes to stdout
-as lines that begin with ``PROGRESS``; SGLang's log goes to stderr.
+with the tokens of another arm it is teacher-forced. Each rank writes what it saw as a torch file. Rank 0 shows its
+progress on stdout, as lines that begin with ``PROGRESS``; SGLang's log goes to stderr.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(job: Job) -> None:
-    """Load the model and run every case; rank 0 writes ``job.out``."""
+    """Load the model, run every case, write ``job.out``."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -83,7 +83,7 @@ def run(job: Job) -> None:
     recorder = step = None
     if job.plugin:
         step = plugin.BUILT[-1]
-        recorder = LaunchRecorder(step, dict(plugin.spec().numerics.bounds))
+        recorder = LaunchRecorder(step, dict(plugin.spec().numerics.bounds), job.rank)
 
     def run_cases(order: int | None) -> tuple[list[list[Any]], list[list[Any]]]:
         logits, tokens = [], []
@@ -118,8 +118,7 @@ def run(job: Job) -> None:
         "routed": (0, 0) if step is None else (step.steps, step.passed_on),
         "seconds": seconds,
     }
-    if job.rank == 0:
-        torch.save(result, job.out)
+    torch.save(result, job.out)
     _leave(job, step)
 
 

@@ -10,6 +10,7 @@ within ``TIE_ULPS`` of each other may take either expert: it is compared with bo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,10 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> Difference:
 
 @dataclass
 class LaunchRecord:
-    """One launch: where it ran, how it compares, and what the simulator says of it."""
+    """One rank's launch: where it ran, how it compares, and what the simulator says of it.
+
+    ``digest`` is one of K2's outputs, pad rows included, which must be bit for bit the same on all ranks.
+    """
 
     case: int
     step: int
@@ -72,6 +76,8 @@ class LaunchRecord:
     layer: int
     width: int
     rows: int
+    rank: int = 0
+    digest: str = ""
     outputs: dict[str, Difference] = field(default_factory=dict)
     ties: int = 0
     failures: list[str] = field(default_factory=list)
@@ -98,11 +104,12 @@ def failures(kind: str, outputs: dict[str, Difference], bounds: dict[str, float]
 class LaunchRecorder:
     """Compares every launch of a step with SGLang's layer. Whoever drives the model sets ``case`` and ``step``."""
 
-    def __init__(self, step: Any, numerics: dict[str, float]) -> None:
+    def __init__(self, step: Any, numerics: dict[str, float], rank: int = 0) -> None:
         self.bounds = {**SIMULATED_BOUNDS, **numerics}
         for name, bound in SIMULATED_BOUNDS.items():  # the stricter of both
             self.bounds[name] = min(bound, numerics.get(name, bound))
         self.records: list[LaunchRecord] = []
+        self.rank = rank
         self.case = self.step = 0
         self._stock: dict[str, torch.Tensor] = {}
         self._runtime = step.runtime
@@ -120,7 +127,7 @@ class LaunchRecorder:
     def _after(self, event: Any) -> None:
         index = event.args["state_index" if event.kind == "k1" else "row_index"][: event.width]
         real = index > 0
-        record = LaunchRecord(self.case, self.step, event.kind, event.layer, event.width, int(real.sum()))
+        record = LaunchRecord(self.case, self.step, event.kind, event.layer, event.width, int(real.sum()), self.rank)
         if event.kind == "k1":
             found = {
                 "core": event.args["core"][real],
@@ -134,6 +141,7 @@ class LaunchRecorder:
             if pads.numel() and bool((pads != 0).any()):
                 record.failures.append("k1.core of a pad row is not zero")
         else:
+            record.digest = digest(event.args["out"], event.args["residual_out"])
             found_out, found_residual = event.args["out"][real], event.args["residual_out"][real]
             stock = StockTail(event, real)
             out = stock.out()
@@ -151,6 +159,14 @@ class LaunchRecorder:
                 record.failures = failures("k2", record.outputs, self.bounds)
         record.simulated = simulated(_reports(self._runtime))
         self.records.append(record)
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    """A hash of the tensors' bytes."""
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def _reports(runtime: Any) -> list[Any]:

@@ -41,6 +41,7 @@ def judge(outcome: Outcome) -> Verdict:
     for record in on["records"]:
         problems += [f"{_where(record)}: {text}" for text in record.failures]
     problems += _missing_launches(outcome)
+    problems += _ranks_that_differ(outcome)
     rows = sum(record.rows for record in on["records"] if record.kind == "k2")
     ties = sum(record.ties for record in on["records"])
     if ties > TIED_SHARE * rows and ties > 1:
@@ -63,13 +64,14 @@ def _missing_launches(outcome: Outcome) -> list[str]:
     options = outcome.options
     geometry = Geometry.small(options.ranks)
     wanted = {
-        (case, step, kind, layer)
+        (rank, case, step, kind, layer)
+        for rank in range(options.ranks)
         for case in range(len(options.rows))
         for step in range(options.steps)
         for layer in range(geometry.layers)
         for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
     }
-    ran = {(r.case, r.step, r.kind, r.layer) for r in outcome.on["records"]}
+    ran = {(r.rank, r.case, r.step, r.kind, r.layer) for r in outcome.on["records"]}
     problems = []
     if ran != wanted:
         problems.append(f"{len(wanted - ran)} launches did not run, {len(ran - wanted)} ran that should not")
@@ -79,8 +81,21 @@ def _missing_launches(outcome: Outcome) -> list[str]:
     return problems
 
 
+def _ranks_that_differ(outcome: Outcome) -> list[str]:
+    """K2 leaves the same bits on every rank, and so do the logits."""
+    digests: dict[str, set[str]] = defaultdict(set)
+    for record in outcome.on["records"]:
+        digests[f"case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"].add(record.digest)
+    problems = [f"{where}: the ranks' outputs differ" for where, found in digests.items() if len(found) > 1]
+    for name, arm in (("off", outcome.off), ("on", outcome.on)):
+        if not arm["ranks_agree"]:
+            problems.append(f"plugin {name}: the ranks' logits differ")
+    return problems
+
+
 def _where(record: LaunchRecord) -> str:
-    return f"case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"
+    rank = f"rank {record.rank} " if record.rank else ""
+    return f"{rank}case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"
 
 
 def as_dict(outcome: Outcome, verdict: Verdict) -> dict[str, Any]:
@@ -149,12 +164,12 @@ def _steps_section(outcome: Outcome) -> list[str]:
 def _launch_section(outcome: Outcome) -> list[str]:
     lines = [
         "Each launch against SGLang's own layer on the same inputs (worst row: cosine, relative L2, maximum)",
-        f"  {'case':>4} {'step':>4} {'layer':>5} {'launch':>6}  outputs",
+        f"  {'rank':>4} {'case':>4} {'step':>4} {'layer':>5} {'launch':>6}  outputs",
     ]
     for r in outcome.on["records"]:
         outputs = "  ".join(f"{name} {d.cosine:.7f} {d.rel:.1e} {d.max_abs:.1e}" for name, d in r.outputs.items())
         mark = "  <-- outside NUMERICS" if r.failures else (f"  ({r.ties} tie)" if r.ties else "")
-        lines.append(f"  {r.case + 1:>4} {r.step + 1:>4} {r.layer:>5} {r.kind:>6}  {outputs}{mark}")
+        lines.append(f"  {r.rank:>4} {r.case + 1:>4} {r.step + 1:>4} {r.layer:>5} {r.kind:>6}  {outputs}{mark}")
     return lines
 
 

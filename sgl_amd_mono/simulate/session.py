@@ -119,12 +119,17 @@ def run(options: Options, progress: Callable[[str], None]) -> Outcome:
         off = run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
         seconds["plugin off"] = time.monotonic() - begin
         begin = time.monotonic()
-        on = run_arm(options, folder, cases, plugin=True, forced=folder / "off.pt", progress=progress)
+        on = run_arm(options, folder, cases, plugin=True, forced=result_file(folder, False, 0), progress=progress)
         seconds["plugin on"] = time.monotonic() - begin
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     return Outcome(options, off, on, seconds)
+
+
+def result_file(folder: Path, plugin: bool, rank: int) -> Path:
+    """Where a rank of an arm writes its result."""
+    return folder / f"{'on' if plugin else 'off'}.{rank}.pt"
 
 
 def run_arm(
@@ -136,7 +141,8 @@ def run_arm(
     forced: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """One arm, each rank in a process; returns what rank 0 wrote. Writes job files and logs into ``folder``.
+    """One arm, each rank in a process; returns what rank 0 wrote, with the launch records of all ranks and whether they
+    saw the same logits (``ranks_agree``). Job files, results and logs go into ``folder``.
 
     ``forced``: the result file of the arm whose tokens are fed to this one.
     """
@@ -145,8 +151,7 @@ def run_arm(
     from sgl_amd_mono.simulate import plugin as entry
 
     name = "on" if plugin else "off"
-    out = folder / f"{name}.pt"
-    out.unlink(missing_ok=True)
+    outs = [result_file(folder, plugin, rank) for rank in range(options.ranks)]
     widths = tuple(sorted({case.width for case in cases}))
     environment = entry.environment(folder / "entry_point", options.memory_model, options.seed, widths)
     port = _free_port() if options.ranks > 1 else None
@@ -155,7 +160,7 @@ def run_arm(
         for rank in range(options.ranks):
             job = Job(
                 checkpoint=str(folder / CHECKPOINT),
-                out=str(out),
+                out=str(outs[rank]),
                 cases=cases,
                 steps=options.steps,
                 plugin=plugin,
@@ -184,7 +189,16 @@ def run_arm(
         _wait(processes, logs, name)
         for reader in readers:
             reader.join(timeout=10)
-    return torch.load(out, weights_only=False)
+    results = [torch.load(out, weights_only=False) for out in outs]
+    first = results[0]
+    first["records"] = [record for result in results for record in result["records"]]
+    first["ranks_agree"] = all(
+        torch.equal(a, b)
+        for other in results[1:]
+        for case, other_case in zip(first["logits"], other["logits"], strict=True)
+        for a, b in zip(case, other_case, strict=True)
+    )
+    return first
 
 
 def _threads(ranks: int) -> int:

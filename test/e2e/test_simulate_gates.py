@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sgl_amd_mono.simulate.compare import (
     LaunchRecord,
     bf16_ulp,
     difference,
+    digest,
     failures,
     judge_logits,
 )
@@ -94,8 +96,8 @@ def outcome(**changes: Any) -> Outcome:
         for layer in range(geometry.layers)
         for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
     ]
-    off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]]}
-    on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0)}
+    off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]], "ranks_agree": True}
+    on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0), "ranks_agree": True}
     on.update(changes)
     return Outcome(options, off, on, {"plugin off": 1.0})
 
@@ -128,6 +130,15 @@ def test_a_prefill_that_differs_fails() -> None:
     run = outcome()
     run.on["logits"][0][0] = run.on["logits"][0][0] + 1e-6
     assert any("prefill" in problem for problem in report.judge(run).problems)
+
+
+def test_ranks_that_differ_fail() -> None:
+    run = outcome()
+    run.on["records"].append(replace(run.on["records"][1], digest="other"))
+    assert "case 1 step 1 layer 0 k2: the ranks' outputs differ" in report.judge(run).problems
+    assert "plugin on: the ranks' logits differ" in report.judge(outcome(ranks_agree=False)).problems
+    one, other = torch.ones(2, 3), torch.ones(2, 3)
+    assert digest(one) == digest(other) != digest(one + 1)
 
 
 def test_too_many_ties_fail() -> None:
