@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import k2_bench as kb
 
+from sgl_amd_mono.common.sync import EPOCH_MODULUS
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
 
@@ -183,7 +184,9 @@ def test_a_row_does_not_depend_on_its_neighbours(order: tuple[int, ...]) -> None
 def test_launches_follow_each_other_in_the_same_buffers() -> None:
     """Layers and steps, both parities, several widths in one peer buffer: no stale pair is taken for a new one."""
     bench = kb.Bench(geometry(2), weights(2), memory="adversarial", seed=3)
-    for epoch, slot, width in [(1, 128, 2), (1, 129, 2), (2, 128, 1), (2, 129, 1), (3, 128, 2)]:
+    steps = [(1, 128, 2), (1, 129, 2), (2, 128, 1), (2, 129, 1), (3, 128, 2)]
+    steps += [(EPOCH_MODULUS - 1, 254, 2), (EPOCH_MODULUS, 128, 2), (EPOCH_MODULUS + 1, 128, 1)]  # the tag wraps
+    for epoch, slot, width in steps:
         step = inputs(2, ROWS).rows([(epoch + slot + t) % ROWS for t in range(width)])
         result = bench.run(step, epoch=epoch, slot=slot)
         for t in range(width):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers import k2_bench as kb
 
-from sgl_amd_mono.common.sync import COMMON_REGIONS, tag_of
+from sgl_amd_mono.common.build import build
+from sgl_amd_mono.common.sync import COMMON_REGIONS, FAULT_BLOCK_BYTES, decode_fault_block, tag_of
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import CROSS_WAITS, REGION_NAMES, WAITS
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import CROSS_WAITS, REGION_NAMES, WAITS, LayerKey
 
 GEOMETRY = Geometry.small(2)
 WIDTH = 2
@@ -119,6 +120,23 @@ def test_the_last_launch_waits_for_every_rank() -> None:
         assert result.faults[0].failed == failed
     regions = {r.region for r in result.faults[0].records}
     assert regions <= set(COMMON_REGIONS)
+
+
+def test_a_stop_build_ends_the_process() -> None:
+    """The server's build: the rank that loses a wait raises a GPU fault at address 0."""
+    from sgl_amd_mono.sim import CodeObject, SimFault, Stall
+
+    program = CodeObject.parse(build(LayerKey(geometry=GEOMETRY, width=1, stop=True)).isa)
+    step = inputs().rows([0])
+    bench = kb.Bench(GEOMETRY, weights())
+    assert not any(f.failed for f in bench.run(step, epoch=EPOCH, program=program).faults)
+    bench.machine.inject(Stall(rank=1, workgroup=WRITERS["RLOG"], at=("store", "RLOG")))
+    with pytest.raises(SimFault) as fault:
+        bench.run(step, epoch=EPOCH, slot=kb.SLOT + 1, deadline=DEADLINE, program=program)
+    assert fault.value.kind == "gpu-fault"
+    assert fault.value.address < 4096
+    state = decode_fault_block(bench.peers[0][:FAULT_BLOCK_BYTES].view(torch.int32).tolist())
+    assert {REGION_NAMES[r.region] for r in state.records} == {"RLOG"}
 
 
 def test_a_slow_workgroup_is_no_fault() -> None:

@@ -14,6 +14,10 @@ INTER          routed intermediates: MXFP4 words and codes             a workgro
 FINAL          bf16 pairs of the rank's partial output                 every workgroup, to every rank       cross 3
 =============  ======================================================  ===================================  =========
 
+Weights in flight while a hand-off is awaited: for AR and MSQ the shared expert's and the router's rows; for RLOG the
+shared down projection; for INTER the workgroup's first slots of w2 and, where tasks go round more than once, the next
+task of w13. The first w13 task is requested as soon as the route is known.
+
 No route travels: every workgroup picks every row's experts from the logits. Nothing in a row's arithmetic depends on
 the width, on the other rows or on the slot that an expert gets: a row is one MFMA column, K is cut over the eight
 waves in the same way at every width, and each sum has one order (waves 0..7, ranks 0.., picks by rank of the logit).
@@ -541,19 +545,19 @@ def project(k: _Launch) -> list[Any]:
     columns = g.core_width // WAVES
     start = k.wave * columns + k.group * 8
     words = d.vec(d.I32, 4)
-    core = [
-        d.load(k.a["core"], (k.lane_t * g.core_width + start) * 2 + 2 * MFMA_K * step, words)
-        for step in range(columns // MFMA_K)
-    ]
+    # Lanes of columns past the last row read past the end: no request, zeros.
+    rows = d.Buffer(k.a["core"], 2 * k.s * g.core_width)
+    at = (k.lane_row * g.core_width + start) * 2
+    core = [rows.load(at + 2 * MFMA_K * step, words) for step in range(columns // MFMA_K)]
     first, count = _project_share(k)
     weights = []
     for tile in range(p.project_tiles):
         size = d.I32(2 * g.hidden * g.core_width)
         if count is not None:
             size = d.select(k.below(d.I32(tile), count), size, d.I32(0))
-        rows = d.Buffer(k.a["w_o"], size)
+        w_o = d.Buffer(k.a["w_o"], size)
         offset = (((first + tile) * MFMA_ROWS + k.lane_row) * g.core_width + start) * 2
-        weights.append([rows.load(offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
+        weights.append([w_o.load(offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
     tiles = []
     for tile in weights:
         acc = d.zero_acc()
