@@ -3,9 +3,10 @@
 
     python benchmarks/sim_speed.py [--seconds S] [--check] [--json]
 
-Each row runs a loop of one kind of instruction for about S seconds of processor time (the simulator has one thread; other load on
-the machine does not count) and prints the best of three runs. With --check the exit status says whether the gates are met: 50
-million wave-instructions a second for integer and float work with EXEC full, 30 with EXEC partly off, 20 GFLOP/s for scaled fp4 MFMA.
+Each row runs a loop of one kind of instruction for about S seconds of processor time (the simulator has one thread;
+other load on the machine does not count) and prints the best of three runs. With --check the exit status says whether
+the gates are met: 50 million wave-instructions a second for integer and float work with EXEC full, 30 with EXEC
+partly off, 20 GFLOP/s for scaled fp4 MFMA.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ REPEATS = 3
 UNROLL = 64  # instructions of the kind in one pass of the loop
 FLOP_16X16X128, FLOP_16X16X32 = 2 * 16 * 16 * 128, 2 * 16 * 16 * 32
 FLOP_32X32X64 = 2 * 32 * 32 * 64
+SCALES = "v30, v31 op_sel_hi:[0,0,0]"
 
 INTEGER = (
-    "v_add_u32_e32 v10, v11, v12", "v_xor_b32_e32 v11, v10, v13", "v_lshl_add_u32 v12, v10, 3, v11", "v_and_b32_e32 v13, v12, v14",
-    "v_mul_lo_u32 v14, v13, v10", "v_lshrrev_b32_e32 v15, 5, v14", "v_add3_u32 v16, v15, v14, v13", "v_max_i32_e32 v17, v16, v10",
+    "v_add_u32_e32 v10, v11, v12", "v_xor_b32_e32 v11, v10, v13", "v_lshl_add_u32 v12, v10, 3, v11",
+    "v_and_b32_e32 v13, v12, v14",
+    "v_mul_lo_u32 v14, v13, v10", "v_lshrrev_b32_e32 v15, 5, v14", "v_add3_u32 v16, v15, v14, v13",
+    "v_max_i32_e32 v17, v16, v10",
 )  # fmt: skip
 FLOAT = (
-    "v_add_f32_e32 v10, v11, v12", "v_mul_f32_e32 v11, v10, v13", "v_fma_f32 v12, v10, v11, v13", "v_fmac_f32_e32 v13, v10, v14",
+    "v_add_f32_e32 v10, v11, v12", "v_mul_f32_e32 v11, v10, v13", "v_fma_f32 v12, v10, v11, v13",
+    "v_fmac_f32_e32 v13, v10, v14",
     "v_max_f32_e32 v14, v13, v10", "v_sub_f32_e32 v15, v14, v11", "v_pk_mul_f32 v[16:17], v[10:11], v[12:13]",
     "v_cvt_pk_bf16_f32 v18, v10, v11",
 )  # fmt: skip
@@ -60,18 +65,19 @@ ROWS = (
     Row("float VALU, EXEC partly off", FLOAT, "Minstr/s", 30, exec_mask=0x00FF_F0F0_3333_5555),
     Row(
         "scaled fp4 MFMA 16x16x128",
-        ("v_mfma_scale_f32_16x16x128_f8f6f4 v[40:43], v[20:23], v[24:27], v[40:43], v30, v31 op_sel_hi:[0,0,0] cbsz:4 blgp:4",),
+        (f"v_mfma_scale_f32_16x16x128_f8f6f4 v[40:43], v[20:23], v[24:27], v[40:43], {SCALES} cbsz:4 blgp:4",),
         "GFLOP/s", 20, FLOP_16X16X128,
     ),
     Row(
         "scaled fp4 MFMA 32x32x64",
-        ("v_mfma_scale_f32_32x32x64_f8f6f4 v[40:55], v[20:23], v[24:27], v[40:55], v30, v31 op_sel_hi:[0,0,0] cbsz:4 blgp:4",),
+        (f"v_mfma_scale_f32_32x32x64_f8f6f4 v[40:55], v[20:23], v[24:27], v[40:55], {SCALES} cbsz:4 blgp:4",),
         "GFLOP/s", 20, FLOP_32X32X64,
     ),
     Row("scaled fp8 MFMA 16x16x128",
         ("v_mfma_scale_f32_16x16x128_f8f6f4 v[40:43], v[60:67], v[68:75], v[40:43], v30, v31 op_sel_hi:[0,0,0]",),
         "GFLOP/s", None, FLOP_16X16X128),
-    Row("bf16 MFMA 16x16x32", ("v_mfma_f32_16x16x32_bf16 v[40:43], v[60:63], v[64:67], v[40:43]",), "GFLOP/s", None, FLOP_16X16X32),
+    Row("bf16 MFMA 16x16x32",
+        ("v_mfma_f32_16x16x32_bf16 v[40:43], v[60:63], v[64:67], v[40:43]",), "GFLOP/s", None, FLOP_16X16X32),
 )  # fmt: skip
 
 _TEXT = """\t.amdgcn_target "amdgcn-amd-amdhsa--gfx950"
@@ -138,7 +144,7 @@ amdhsa.version:
 
 
 def kernel(row: Row) -> CodeObject:
-    """A loop over the row's lines, repeated to UNROLL; float registers start at 1 + small, so that nothing overflows or is denormal."""
+    """A loop over the row's lines, repeated to UNROLL; float registers start at 1, so that nothing is denormal."""
     one = "0x3f800000" if row.unit == "GFLOP/s" or row.lines is FLOAT else "0x12345"
     setup = [f"\tv_mov_b32_e32 v{k}, {one}" for k in range(10, 76)]
     setup += ["\tv_mov_b32_e32 v30, 0x7f7f7f7f", "\tv_mov_b32_e32 v31, 0x7f7f7f7f"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversions that ``native/convert.c`` runs over a whole wave: mnemonic -> operand registers and the place of the scale."""
+"""The conversions that ``native/convert.c`` runs over a whole wave: mnemonic -> operands and place of the scale."""
 
 from __future__ import annotations
 

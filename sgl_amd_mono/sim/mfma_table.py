@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix instructions of gfx950: mnemonic -> shape, formats and register counts (``native/mfma.h`` has the layouts)."""
+"""The matrix instructions of gfx950: mnemonic -> shape, formats, register counts (layouts: ``native/mfma.h``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FORMAT_BITS = {"fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4, "bf16": 16, "f1
 F8F6F4 = ("fp8", "bf8", "fp6", "bf6", "fp4")
 ACCUMULATORS = {"f32": 0, "i32": 1, "f64": 2}
 
-# fn pointer, c_const, m, n, k, blocks, fmt_a, fmt_b, acc, cbsz, abid, blgp, f8f6f4, scaled, byte_a, byte_b (struct sim_mfma)
+# struct sim_mfma: fn pointer, c_const, m, n, k, blocks, fmt_a, fmt_b, acc, cbsz, abid, blgp, f8f6f4, scaled, byte_a,
+# byte_b
 DESCRIPTOR = struct.Struct("<QI14Bxxxxxx")
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a few lines of gfx950 assembly on the simulator and returns the registers: the harness of the instruction tests.
 
-A test gives the initial registers (``v``: one value a lane, ``s``: one value a wave) and its lines; the kernel that is made of
-them loads the inputs, sets SCC, VCC and EXEC, runs the lines, and stores the outputs. Lanes beyond 64 run in further workgroups.
-The text is also put through LLVM's assembler, so that a mnemonic or a modifier that does not exist cannot be tested.
-Tests may use v0 to v199, a0 to a31 and s0 to s79.
+A test gives the initial registers (``v``: one value a lane, ``s``: one value a wave) and its lines; the kernel that
+is made of them loads the inputs, sets SCC, VCC and EXEC, runs the lines, and stores the outputs. Lanes beyond 64 run
+in further workgroups. The text is also put through LLVM's assembler, so that a mnemonic or a modifier that does not
+exist cannot be tested. Tests may use v0 to v199, a0 to a31 and s0 to s79.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def run(
     )
     lanes = waves * LANES
 
-    # One block of memory: a row of `lanes` words for each vector register (inputs, then outputs), then a row a wave of scalars.
+    # One block of memory: a row of `lanes` words for each vector register (inputs, then outputs), then a row a wave
+    # of scalars.
     rows = list(v) + out_v
     row_bytes = lanes * 4
     scalar_inputs = [*scalars, "exec_lo", "exec_hi", "vcc_lo", "vcc_hi", "scc"]
@@ -293,7 +294,7 @@ def _name(register: int | str) -> str:
     return f"v{register}" if isinstance(register, int) else register
 
 
-# ---- which instructions have a test -----------------------------------------------------------------------------------------
+# ---- which instructions have a test --------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -320,11 +321,13 @@ def executed() -> frozenset[str]:
     return frozenset(_executed)
 
 
-# ---- operand sets --------------------------------------------------------------------------------------------------------------
+# ---- operand sets --------------------------------------------------------------------------------------------------
 
 INTEGERS = (
-    0, 1, 2, 3, 7, 15, 16, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000, 0xFFFFFF,
-    0x1000000, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x55555555, 0xAAAAAAAA, 0xDEADBEEF,
+    0, 1, 2, 3, 7, 15, 16, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000,
+    0xFFFFFF,
+    0x1000000, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x55555555, 0xAAAAAAAA,
+    0xDEADBEEF,
 )  # fmt: skip
 FEW_INTEGERS = (0, 1, 5, 31, 32, 0x8000, 0xFFFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF8000, 0x12345678)
 
@@ -339,19 +342,24 @@ FLOATS = (
     0x7FC00000, 0xFFC12345, 0x7F800001,  # quiet and signalling NaNs
 )  # fmt: skip
 FEW_FLOATS = (
-    0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x3F800000, 0xBF800001, 0x3FC00000, 0x40490FDB, 0x7F7FFFFF,
+    0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x3F800000, 0xBF800001, 0x3FC00000, 0x40490FDB,
+    0x7F7FFFFF,
     0x7F800000, 0xFF800000, 0x7FC00000, 0x33800000,
 )  # fmt: skip
 
 DOUBLES = (
-    0x0, 0x8000000000000000, 0x1, 0x800FFFFFFFFFFFFF, 0x0010000000000000, 0x3FF0000000000000, 0xBFF0000000000000, 0x3FF8000000000000,
-    0x4004000000000000, 0x400921FB54442D18, 0x41DFFFFFFFC00000, 0x41E0000000000000, 0xC1E0000000000000, 0x41F0000000000000,
-    0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000, 0x3FE0000000000000, 0x4330000000000001,
+    0x0, 0x8000000000000000, 0x1, 0x800FFFFFFFFFFFFF, 0x0010000000000000, 0x3FF0000000000000, 0xBFF0000000000000,
+    0x3FF8000000000000,
+    0x4004000000000000, 0x400921FB54442D18, 0x41DFFFFFFFC00000, 0x41E0000000000000, 0xC1E0000000000000,
+    0x41F0000000000000,
+    0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000, 0x3FE0000000000000,
+    0x4330000000000001,
     0x47EFFFFFE0000000, 0x36A0000000000000,
 )  # fmt: skip
 
 HALVES = (
-    0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0xBC00, 0x3E00, 0x4100, 0x4248, 0x3800, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00,
+    0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0xBC00, 0x3E00, 0x4100, 0x4248, 0x3800, 0x7BFF, 0xFBFF, 0x7C00,
+    0xFC00, 0x7E00,
     0x7C01, 0x6400, 0x0BAD, 0xC0DE,
 )  # fmt: skip
 
@@ -359,7 +367,9 @@ PARTIAL_EXEC = 0x8000_0001_F0F0_5A5A
 
 
 def cross(*values: Sequence[int]) -> list[np.ndarray]:
-    """Every combination of the values as columns of uint32 (or uint64), padded to whole waves by repeating the first ones."""
+    """Every combination of the values as columns of uint32 (or uint64), padded to whole waves by repeating the first
+    ones.
+    """
     dtype = np.uint64 if any(x >= 2**32 for column in values for x in column) else np.uint32
     grid = [g.ravel() for g in np.meshgrid(*[np.array(c, dtype=dtype) for c in values], indexing="ij")]
     count = -(-len(grid[0]) // LANES) * LANES

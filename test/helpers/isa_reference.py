@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definitions of number formats and arithmetic in exact integers and fractions, for the instruction tests.
 
-Nothing here shares code with the simulator: values are `fractions.Fraction`, rounding is spelled out, NaNs compare as a class.
+Nothing here shares code with the simulator: values are `fractions.Fraction`, rounding is spelled out, NaNs compare as
+a class.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def clamp(x: int, low: int, high: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A binary format: sign, ebits, mbits. `ieee`: the top exponent holds infinity and NaN; else `nan_codes` and saturation."""
+    """A binary format: sign, ebits, mbits. `ieee`: the top exponent holds infinity and NaN; else `nan_codes` and
+    saturation.
+    """
 
     name: str
     ebits: int
@@ -106,7 +109,9 @@ class Format:
         return self._code(n * self.quantum(a))
 
     def _code(self, a: Fraction) -> int:
-        """Magnitude code of a value that is exact in the format, its exponent unbounded above; infinity beyond the largest."""
+        """Magnitude code of a value that is exact in the format, its exponent unbounded above; infinity beyond the
+        largest.
+        """
         if a == 0:
             return 0
         q = self.quantum(a)

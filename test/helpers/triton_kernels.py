@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Triton kernels in the manner of Triton's tutorials: programs that our own code did not write, for the simulator's tests."""
+"""Small Triton kernels in the manner of Triton's tutorials: programs that our own code did not write, for the
+simulator's tests.
+"""
 
 import triton
 import triton.language as tl
@@ -44,9 +46,12 @@ def matmul(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def scaled_matmul(a, a_scale, b, b_scale, c, m, n, k, A: tl.constexpr, B: tl.constexpr, A_PACK: tl.constexpr, B_PACK: tl.constexpr,
+def scaled_matmul(a, a_scale, b, b_scale, c, m, n, k, A: tl.constexpr, B: tl.constexpr, A_PACK: tl.constexpr,
+B_PACK: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """c (f32) = a @ b^T of MX operands: a (m x k / A_PACK bytes), b (n x k / B_PACK bytes), one e8m0 scale a row and 32 elements."""
+    """c (f32) = a @ b^T of MX operands: a (m x k / A_PACK bytes), b (n x k / B_PACK bytes), one e8m0 scale a row and
+    32 elements.
+    """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)

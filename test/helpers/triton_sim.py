@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Triton kernels on the simulator: a Triton driver for a gfx950 that is not there, fed with CPU tensors.
 
-``activate()`` makes it Triton's driver; a kernel launched in the usual way (``kernel[grid](...)``) is then compiled by Triton for
-gfx950 and its machine code is executed by ``sgl_amd_mono.sim``. Nothing in Triton is patched. Activate it before anything asks
-Triton for its target (SGLang's kernels do so when they are imported).
+``activate()`` makes it Triton's driver; a kernel launched in the usual way (``kernel[grid](...)``) is then compiled
+by Triton for gfx950 and its machine code is executed by ``sgl_amd_mono.sim``. Nothing in Triton is patched. Activate
+it before anything asks Triton for its target (SGLang's kernels do so when they are imported).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sgl_amd_mono.sim import CodeObject, Launch, Machine, Report
 ARCH, WAVE = "gfx950", 64
 LDS_BYTES, CUS, MAX_THREADS = 163840, 256, 1024
 _ASSEMBLY_NAME_LIMIT = 150  # Triton cuts longer kernel names in its file names
-_SCALARS = {"i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<?", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"}  # fmt: skip
+_SCALARS = {"i1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<?", "u8": "<B", "u16": "<H",
+"u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -37,7 +38,7 @@ class _Launcher:
         from triton.runtime.cache import get_cache_manager
 
         self.driver, self.metadata = driver, metadata
-        self.types = [kind for kind in src.signature.values()]
+        self.types = list(src.signature.values())
         path = get_cache_manager(metadata.hash).get_file(f"{src.name[:_ASSEMBLY_NAME_LIMIT]}.amdgcn")
         with open(path) as file:
             self.code = CodeObject.parse(file.read())

@@ -39,7 +39,9 @@ def _inputs(state_dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _conv(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(convolved rows in float64 before rounding, conv state after); the kernel multiplies in bf16, so every product is rounded."""
+    """(convolved rows in float64 before rounding, conv state after); the kernel multiplies in bf16, so every product
+    is rounded.
+    """
     slots = given["state_indices"].long()
     window = torch.cat([given["conv_state"][slots], given["mixed_qkv"][:, :, None]], dim=2)
     total = (window * given["conv_weight"]).double().sum(2)
@@ -49,7 +51,9 @@ def _conv(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _delta_rule(given: dict[str, Any], qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(core, state after) in float64 from the convolved bf16 rows; beta is rounded to bf16, as the packed kernel does."""
+    """(core, state after) in float64 from the convolved bf16 rows; beta is rounded to bf16, as the packed kernel
+    does.
+    """
     rows = qkv.double()
     q, k, v = rows.split([KEY_HEADS * HEAD, KEY_HEADS * HEAD, VALUE_HEADS * HEAD], dim=1)
     group = VALUE_HEADS // KEY_HEADS
@@ -78,7 +82,8 @@ def _assert_bf16(got: torch.Tensor, want: torch.Tensor, differ: float) -> None:
     rounded = want.bfloat16()
     wrong = got != rounded
     assert wrong.float().mean() <= differ, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-    # The difference of a flipped rounding: one unit in the last place, 2^-7 of the value at most, and the noise of f32 sums.
+    # The difference of a flipped rounding: one unit in the last place, 2^-7 of the value at most, and the noise of
+    # f32 sums.
     assert ((got.double() - want).abs() <= want.abs() * 2**-7 + 1e-5).all()
 
 

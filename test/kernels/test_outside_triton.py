@@ -34,7 +34,8 @@ def test_softmax(driver: SimulatorDriver) -> None:
     out = torch.zeros_like(x)
     row_softmax[(5,)](x, out, 781, x.stride(0), BLOCK=1024, num_warps=4)
     want = torch.softmax(x.double(), dim=1)
-    # exp(x) is 2^(x log2 e): a rounding of the exponent, up to 40, costs 40 * 2^-24 ln 2 = 1.7e-6, the sum and the division a little more.
+    # exp(x) is 2^(x log2 e): a rounding of the exponent, up to 40, costs 40 * 2^-24 ln 2 = 1.7e-6, the sum and the
+    # division a little more.
     assert ((out.double() - want).abs() / want).max() < 4e-6
 
 
@@ -94,7 +95,8 @@ def test_scaled_matmul(driver: SimulatorDriver, formats: tuple[str, str]) -> Non
     c = torch.zeros(m, n)
     packs = [2 if fmt == "e2m1" else 1 for fmt in formats]
     scaled_matmul[(2, 1)](
-        a, a_scale, b, b_scale, c, m, n, k, A=formats[0], B=formats[1], A_PACK=packs[0], B_PACK=packs[1], BM=32, BN=32, BK=128,
+        a, a_scale, b, b_scale, c, m, n, k, A=formats[0], B=formats[1], A_PACK=packs[0], B_PACK=packs[1], BM=32,
+        BN=32, BK=128,
     )  # fmt: skip
     want = torch.from_numpy(a_values @ b_values.T).float()
     assert torch.equal(c, want)

@@ -35,7 +35,8 @@ __attribute__((constructor)) static void fill_tables(void) {
     for (uint32_t c = 0; c < 16; c++) sim_table_fp4[c] = small_value(c, 2, 1, 1);
 }
 
-#define PACK2(name, src, dst, form, s1, scale, entry) {"v_cvt_" name, SIM_CVT_##src, SIM_CVT_##dst, SIM_FORM_##form, 1, 1, s1, scale, entry}
+#define PACK2(name, src, dst, form, s1, scale, entry)                                                                 \
+    {"v_cvt_" name, SIM_CVT_##src, SIM_CVT_##dst, SIM_FORM_##form, 1, 1, s1, scale, entry}
 
 static const struct sim_cvt_info infos[] = {
     PACK2("pk_fp8_f32", F32, FP8, PACK2, 1, 0, 1),
@@ -128,7 +129,8 @@ static uint32_t get_bits(const uint32_t *words, int bit, int count) {
 }
 
 static void put_bits(uint32_t *words, int bit, int count, uint32_t value) {
-    for (int i = 0; i < count; i++, bit++) words[bit / 32] = (words[bit / 32] & ~(1u << bit % 32)) | ((value >> i) & 1u) << bit % 32;
+    for (int i = 0; i < count; i++, bit++)
+        words[bit / 32] = (words[bit / 32] & ~(1u << bit % 32)) | ((value >> i) & 1u) << bit % 32;
 }
 
 static double element_value(uint32_t code, int format) {
@@ -147,7 +149,8 @@ static double element_value(uint32_t code, int format) {
 /* Bits of x rounded once to an IEEE-like format with ebits/mbits (f32, f16, bf16), nearest even or stochastic. */
 static uint32_t ieee_code(double x, int ebits, int mbits, int sr, uint32_t seed) {
     const int bias = (1 << (ebits - 1)) - 1, emin = 1 - bias;
-    const uint32_t sign = (uint32_t)(sim_bits_f64(x) >> 63) << (ebits + mbits), infinity = ((1u << ebits) - 1u) << mbits;
+    const uint32_t infinity = ((1u << ebits) - 1u) << mbits;
+    const uint32_t sign = (uint32_t)(sim_bits_f64(x) >> 63) << (ebits + mbits);
     const double a = sim_float_f64(sim_bits_f64(x) & 0x7fffffffffffffffull);
     if (x != x) return sign | infinity | 1u << (mbits - 1);
     if (a > 1e300) return sign | infinity;
@@ -188,11 +191,12 @@ static void bf16_pair(uint32_t *d, const uint32_t *s0, const uint32_t *s1, const
     }
 }
 
-static void convert_lane(const struct sim_cvt_info *info, const struct sim_cvt *op, uint32_t *d, const uint32_t *a, const uint32_t *b,
-                         double scale) {
+static void convert_lane(const struct sim_cvt_info *info, const struct sim_cvt *op, uint32_t *d, const uint32_t *a,
+                         const uint32_t *b, double scale) {
     const int from = format_bits(info->source), to = format_bits(info->target), sel = op->op_sel;
     const uint32_t seed = b[0];
-#define NARROW(code, sr, random) element_code(divide(element_value(code, info->source), scale), info->target, sr, random, op->clamp)
+#define NARROW(code, sr, random)                                                                                      \
+    element_code(divide(element_value(code, info->source), scale), info->target, sr, random, op->clamp)
 #define WIDEN(code) element_code(element_value(code, info->source) * scale, info->target, 0, 0, 0)
     switch (info->form) {
     case SIM_FORM_WIDE2:
@@ -235,7 +239,8 @@ static void convert_lane(const struct sim_cvt_info *info, const struct sim_cvt *
         break;
     case SIM_FORM_SR32: {
         uint32_t random = seed;
-        for (int i = 0; i < 32; i++, random = sim_prng(random)) put_bits(d, i * to, to, NARROW(get_bits(a, i * from, from), 1, random));
+        for (int i = 0; i < 32; i++, random = sim_prng(random))
+            put_bits(d, i * to, to, NARROW(get_bits(a, i * from, from), 1, random));
         break;
     }
     default:
@@ -245,8 +250,8 @@ static void convert_lane(const struct sim_cvt_info *info, const struct sim_cvt *
 #undef WIDEN
 }
 
-void sim_cvt_wave(const struct sim_cvt *op, sim_lanes *d, const sim_lanes *s0, const sim_lanes *s1, const uint32_t *scale,
-                  const uint32_t *exec) {
+void sim_cvt_wave(const struct sim_cvt *op, sim_lanes *d, const sim_lanes *s0, const sim_lanes *s1,
+                  const uint32_t *scale, const uint32_t *exec) {
     const struct sim_cvt_info *info = &infos[op->kind];
     if (info->form == SIM_FORM_WIDE2 && info->target == SIM_CVT_BF16) {
         bf16_pair(d[0], s0[0], s1[0], exec);

@@ -6,10 +6,12 @@
  * Everything here works on bits, so that the host's denormal mode plays no part, unless the comment says otherwise.
  *
  * Choices where AMD's documents are silent:
- *   fp8/bf8, value too large after rounding: without clamp (FP16_OVFL = 0) NaN for fp8 and infinity for bf8; with clamp the largest
- *   finite value. A true infinity stays one (fp8: NaN) in both modes. fp4/fp6/bf6 have neither: they saturate, a NaN as well.
+ *   fp8/bf8, value too large after rounding: without clamp (FP16_OVFL = 0) NaN for fp8 and infinity for bf8; with
+ *   clamp the largest finite value. A true infinity stays one (fp8: NaN) in both modes. fp4/fp6/bf6 have neither:
+ *   they saturate, a NaN as well.
  *   Stochastic rounding adds the top bits of the seed below the last kept bit, carries, and truncates.
- *   Scales of v_cvt_scalef32_*: 2^(e - 127) with e the exponent field of the f32 scale; 255 gives NaN (fp4/fp6: saturated).
+ *   Scales of v_cvt_scalef32_*: 2^(e - 127) with e the exponent field of the f32 scale; 255 gives NaN (fp4/fp6:
+ *   saturated).
  */
 #ifndef SIM_CONVERT_H
 #define SIM_CONVERT_H
@@ -28,7 +30,7 @@ static inline float sim_float_f32(uint32_t u) { float f; memcpy(&f, &u, 4); retu
 static inline uint64_t sim_bits_f64(double f) { uint64_t u; memcpy(&u, &f, 8); return u; }
 static inline double sim_float_f64(uint64_t u) { double f; memcpy(&f, &u, 8); return f; }
 
-/* ---- bf16 and f16 --------------------------------------------------------------------------------------------------------------- */
+/* ---- bf16 and f16 ---------------------------------------------------------------------------------------------- */
 
 static inline uint16_t sim_bf16_from_f32(uint32_t f) {
     const uint32_t rounded = (f + 0x7fffu + ((f >> 16) & 1u)) >> 16, nan = (f >> 16) | 0x40u;
@@ -40,7 +42,8 @@ static inline uint32_t sim_f32_from_bf16(uint16_t h) { return (uint32_t)h << 16;
 static inline uint16_t sim_f16_from_f32(uint32_t f) {
     const uint32_t sign = (f >> 16) & 0x8000u, a = f & 0x7fffffffu;
     const uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
-    const uint32_t e = a >> 23, shift = e < 96u ? 30u : e > 112u ? 14u : 126u - e, m = (a & 0x7fffffu) | 0x800000u; /* denormal result */
+    /* a denormal result: the significand shifted down */
+    const uint32_t e = a >> 23, shift = e < 96u ? 30u : e > 112u ? 14u : 126u - e, m = (a & 0x7fffffu) | 0x800000u;
     const uint32_t q = m >> shift, rest = m & ((1u << shift) - 1u), half = 1u << (shift - 1u);
     const uint32_t denormal = q + ((rest > half || (rest == half && (q & 1u))) ? 1u : 0u);
     uint32_t r = a < 0x38800000u ? denormal : normal;
@@ -68,7 +71,7 @@ static inline uint32_t sim_f32_from_f16(uint16_t h) {
     return sign | r;
 }
 
-/* ---- f64 <-> f32 without the host's denormal mode --------------------------------------------------------------------------------- */
+/* ---- f64 <-> f32 without the host's denormal mode -------------------------------------------------------------- */
 
 /* The f32 of the given bits as f64, exactly; the payload of a NaN is not kept. */
 static inline double sim_f64_from_bits(uint32_t u) {
@@ -80,15 +83,17 @@ static inline double sim_f64_from_bits(uint32_t u) {
     return u >> 31 ? -r : r;
 }
 
-/* ---- small formats ------------------------------------------------------------------------------------------------------------------ */
+/* ---- small formats --------------------------------------------------------------------------------------------- */
 
-/* Magnitude code of |x| with mbits mantissa bits and smallest normal exponent emin, rounded to nearest even; may exceed the format. */
+/* Magnitude code of |x| with mbits mantissa bits and smallest normal exponent emin, rounded to nearest even; may
+ * exceed the format. */
 static inline uint32_t sim_code_rne(double x, int mbits, int emin) {
     const uint64_t u = sim_bits_f64(x) & 0x7fffffffffffffffull;
     int e = (int)(u >> 52) - 1023;
     e = e < emin ? emin : e > 200 ? 200 : e;
     const double scaled = sim_float_f64(u) * sim_float_f64((uint64_t)(1023 + mbits - e) << 52);
-    const double n = (scaled + 0x1p52) - 0x1p52; /* round to nearest even: scaled is below 2^52 unless the value is out of range anyway */
+    /* round to nearest even: scaled is below 2^52 unless the value is out of range anyway */
+    const double n = (scaled + 0x1p52) - 0x1p52;
     const uint32_t mantissa = scaled < 1024.0 ? (uint32_t)(int32_t)n : 1024u;
     return ((uint32_t)(e - emin) << mbits) + mantissa;
 }
@@ -114,7 +119,8 @@ static inline uint32_t sim_small_from_f64(double x, int format, int sr, uint32_t
     const double a = sim_float_f64(sim_bits_f64(x) & 0x7fffffffffffffffull);
     if (x != x) return sign | nan[format];
     if (a > 1e300) return sign | infinity[format];
-    const uint32_t code = sr ? sim_code_sr(a, seed, mbits[format], emin[format]) : sim_code_rne(a, mbits[format], emin[format]);
+    const uint32_t code = sr ? sim_code_sr(a, seed, mbits[format], emin[format])
+                             : sim_code_rne(a, mbits[format], emin[format]);
     return sign | (code > largest[format] ? (clamp ? largest[format] : over[format]) : code);
 }
 
@@ -138,11 +144,12 @@ static inline uint32_t sim_f32_from_fp4(uint8_t c) { return sim_bits_f32(sim_tab
 
 static inline uint32_t sim_prng(uint32_t u) { return (u << 1) ^ (u >> 31 ? 197u : 0u); } /* v_prng_b32 */
 
-/* ---- transcendentals ------------------------------------------------------------------------------------------------------------------
+/* ---- transcendentals ----------------------------------------------------------------------------------------------
  *
- * The hardware's results are within 1 ulp; here they are the f64 value rounded once to f32 (its last bit is this simulator's choice).
- * Denormal inputs count as zero of their sign and denormal results are flushed, as LLVM assumes when it scales around
- * v_exp/v_log/v_rcp/v_rsq/v_sqrt_f32. The f16 forms keep denormals. NaN results are 0x7fc00000 (0x7e00), a NaN input is quieted. */
+ * The hardware's results are within 1 ulp; here they are the f64 value rounded once to f32 (its last bit is this
+ * simulator's choice). Denormal inputs count as zero of their sign and denormal results are flushed, as LLVM assumes
+ * when it scales around v_exp/v_log/v_rcp/v_rsq/v_sqrt_f32. The f16 forms keep denormals. NaN results are 0x7fc00000
+ * (0x7e00), a NaN input is quieted. */
 
 #define SIM_NAN 0x7fc00000u
 
@@ -198,7 +205,8 @@ static inline double sim_log2(double x) {
 
 /* sin of x turns where cosine == 0, cos otherwise; |x| <= 2^20. */
 static inline double sim_turn(double x, int cosine) {
-    const double r = x - sim_nearest(x), q = sim_nearest(r * 4.0), t = (r - q * 0.25) * 6.28318530717958647693, z = t * t;
+    const double r = x - sim_nearest(x), q = sim_nearest(r * 4.0);
+    const double t = (r - q * 0.25) * 6.28318530717958647693, z = t * t; /* within an eighth of a turn */
     double s = 1.0 / 6227020800.0, c = -1.0 / 87178291200.0;
     s = s * z - 1.0 / 39916800.0;
     s = s * z + 1.0 / 362880.0;
@@ -271,7 +279,8 @@ static inline uint32_t sim_trig_f32(uint32_t u, int cosine) {
 static inline uint32_t sim_sin_f32(uint32_t u) { return sim_trig_f32(u, 0); }
 static inline uint32_t sim_cos_f32(uint32_t u) { return sim_trig_f32(u, 1); }
 
-/* f16 forms: through f32 (which holds every f16 result to far more than f16's last bit), rounded to f16 with its denormals. */
+/* f16 forms: through f32 (which holds every f16 result to far more than f16's last bit), rounded to f16 with its
+ * denormals. */
 static inline uint16_t sim_exp_f16(uint16_t h) { return sim_f16_from_f32(sim_exp_f32(sim_f32_from_f16(h))); }
 static inline uint16_t sim_log_f16(uint16_t h) { return sim_f16_from_f32(sim_log_f32(sim_f32_from_f16(h))); }
 static inline uint16_t sim_rcp_f16(uint16_t h) { return sim_f16_from_f32(sim_rcp_f32(sim_f32_from_f16(h))); }
@@ -280,7 +289,7 @@ static inline uint16_t sim_rsq_f16(uint16_t h) { return sim_f16_from_f32(sim_rsq
 static inline uint16_t sim_sin_f16(uint16_t h) { return sim_f16_from_f32(sim_sin_f32(sim_f32_from_f16(h))); }
 static inline uint16_t sim_cos_f16(uint16_t h) { return sim_f16_from_f32(sim_cos_f32(sim_f32_from_f16(h))); }
 
-/* ---- whole-wave conversions -------------------------------------------------------------------------------------------------------------- */
+/* ---- whole-wave conversions ------------------------------------------------------------------------------------ */
 
 /* What sim_cvt_wave needs to know of an instruction; registers of each operand as it stands in the assembly text. */
 struct sim_cvt_info {
@@ -298,7 +307,8 @@ enum sim_cvt_format {
 };
 
 enum sim_cvt_form {
-    SIM_FORM_PACK2,     /* s0, s1 -> two elements in the word OPSEL[3] or, fp4, the byte OPSEL[3:2] of d; the rest of d is kept */
+    /* s0, s1 -> two elements in the word OPSEL[3] or, fp4, the byte OPSEL[3:2] of d; the rest of d is kept */
+    SIM_FORM_PACK2,
     SIM_FORM_PACK2H,    /* both halves of s0 -> likewise */
     SIM_FORM_SR1,       /* s0 (seed s1) -> byte OPSEL[3:2], or half OPSEL[3], of d; the rest is kept */
     SIM_FORM_SR2,       /* two elements of s0 (seed s1) -> byte OPSEL[3:2] of d */
@@ -322,8 +332,9 @@ int sim_cvt_count(void);
 const struct sim_cvt_info *sim_cvt_info(int kind);
 /* OPSEL bits from the entries of the text's op_sel list (bit i = entry i). */
 int sim_cvt_op_sel(int kind, int entries);
-/* Merges the results into d under exec (64 words of 0 or ~0). scale: f32 bits a lane, NULL where the instruction has none. */
-void sim_cvt_wave(const struct sim_cvt *op, sim_lanes *d, const sim_lanes *s0, const sim_lanes *s1, const uint32_t *scale,
-                  const uint32_t *exec);
+/* Merges the results into d under exec (64 words of 0 or ~0). scale: f32 bits a lane, NULL where the instruction has
+ * none. */
+void sim_cvt_wave(const struct sim_cvt *op, sim_lanes *d, const sim_lanes *s0, const sim_lanes *s1,
+                  const uint32_t *scale, const uint32_t *exec);
 
 #endif

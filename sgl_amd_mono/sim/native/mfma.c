@@ -13,6 +13,10 @@
 #include <immintrin.h>
 #endif
 
+#define OPERANDS                                                                                                      \
+    const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,              \
+        const uint32_t *sa, const uint32_t *sb
+
 #define LANES 64
 #define MAX_K 128
 #define BLOCK_K 32
@@ -20,7 +24,7 @@
 #define SCALE_BIAS 127
 #define CANONICAL_NAN 0x7fc00000u
 
-/* ---- denormals are kept whatever the wave's mode ------------------------------------------------------------------------------- */
+/* ---- denormals are kept whatever the wave's mode --------------------------------------------------------------- */
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -38,7 +42,7 @@ static inline void denormals_restore(const unsigned *csr) {
 #define KEEP_DENORMALS ((void)0)
 #endif
 
-/* ---- one row of 16 f32 columns ---------------------------------------------------------------------------------------------- */
+/* ---- one row of 16 f32 columns --------------------------------------------------------------------------------- */
 
 #if defined(__AVX512F__)
 typedef __m512 row16;
@@ -91,7 +95,7 @@ static inline float as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f;
 static inline uint32_t as_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 static inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ? CANONICAL_NAN : u; }
 
-/* ---- operand decode: x[k][i], i < dim, of one block --------------------------------------------------------------------------- */
+/* ---- operand decode: x[k][i], i < dim, of one block ------------------------------------------------------------ */
 
 static int format_bits(int fmt) {
     switch (fmt) {
@@ -152,7 +156,8 @@ decode_run(float *x, const sim_lanes *src, int fmt, int dim, int lane0, int firs
         for (int j = 0; j < count; j++) {
             const int bit = (first_element + j) * bits, shift = bit & 31;
             const uint32_t *s = src[bit / 32] + lane0;
-            const uint32_t *t = shift + bits > 32 ? src[bit / 32 + 1] + lane0 : s; /* a 6-bit element may straddle two registers */
+            /* a 6-bit element may straddle two registers */
+            const uint32_t *t = shift + bits > 32 ? src[bit / 32 + 1] + lane0 : s;
             float *row = x + (k0 + j) * dim;
             for (int i = 0; i < dim; i++) row[i] = table[(uint32_t)((((uint64_t)t[i] << 32) | s[i]) >> shift) & mask];
         }
@@ -173,7 +178,7 @@ decode_block(float *x, const sim_lanes *src, int fmt, int dim, int k, int blocks
     }
 }
 
-/* ---- C and D ------------------------------------------------------------------------------------------------------------------ */
+/* ---- C and D --------------------------------------------------------------------------------------------------- */
 
 static inline int c_register(int n, int block, int i) { return n == 4 ? i : block * (n * n / LANES) + i; }
 
@@ -200,7 +205,7 @@ static inline void store_d(sim_lanes *d, const float *acc, int n, int block) {
         }
 }
 
-/* ---- broadcast controls of the forms outside f8f6f4 ---------------------------------------------------------------------------- */
+/* ---- broadcast controls of the forms outside f8f6f4 ------------------------------------------------------------ */
 
 /* A: within each group of 2^cbsz blocks, every block reads block abid of the group. B: lane group pattern blgp. */
 static const sim_lanes *broadcast_a(sim_lanes *tmp, const sim_lanes *a, const struct sim_mfma *op, int regs) {
@@ -234,11 +239,11 @@ static int operand_registers(int fmt, int dim, int k, int blocks) {
     return k * dim * blocks / LANES * format_bits(fmt) / 32;
 }
 
-/* ---- f32 results, 16 and 32 columns ------------------------------------------------------------------------------------------- */
+/* ---- f32 results, 16 and 32 columns ---------------------------------------------------------------------------- */
 
 static inline __attribute__((always_inline)) void
-run_float(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c, int fmt_a, int fmt_b,
-          int n, int k, int blocks) {
+run_float(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
+          int fmt_a, int fmt_b, int n, int k, int blocks) {
     KEEP_DENORMALS;
     float x[MAX_K * 32], y[MAX_K * 32], acc[4][32 * 32];
     sim_lanes ta[8], tb[8];
@@ -253,11 +258,10 @@ run_float(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim
     for (int block = 0; block < blocks; block++) store_d(d, acc[block], n, block);
 }
 
-#define FLOAT_CASE(name, fmt, n, k)                                                                                               \
-    static void name(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,         \
-                     const uint32_t *sa, const uint32_t *sb) {                                                                    \
-        (void)sa; (void)sb;                                                                                                       \
-        run_float(op, d, a, b, c, fmt, fmt, n, k, 1);                                                                             \
+#define FLOAT_CASE(name, fmt, n, k)                                                                                   \
+    static void name(OPERANDS) {                                                                                      \
+        (void)sa; (void)sb;                                                                                           \
+        run_float(op, d, a, b, c, fmt, fmt, n, k, 1);                                                                 \
     }
 FLOAT_CASE(bf16_16x16x32, SIM_FMT_BF16, 16, 32)
 FLOAT_CASE(bf16_16x16x16, SIM_FMT_BF16, 16, 16)
@@ -270,16 +274,14 @@ FLOAT_CASE(f16_32x32x8, SIM_FMT_F16, 32, 8)
 FLOAT_CASE(f32_16x16x4, SIM_FMT_F32, 16, 4)
 FLOAT_CASE(f32_32x32x2, SIM_FMT_F32, 32, 2)
 
-static void float_any(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                      const uint32_t *sa, const uint32_t *sb) {
+static void float_any(OPERANDS) {
     (void)sa; (void)sb;
     if (op->n == 16) run_float(op, d, a, b, c, op->fmt_a, op->fmt_b, 16, op->k, op->blocks);
     else run_float(op, d, a, b, c, op->fmt_a, op->fmt_b, 32, op->k, op->blocks);
 }
 
 /* 4 x 4, 16 blocks: lane l is row/column l % 4 of block l / 4. */
-static void float_4x4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                      const uint32_t *sa, const uint32_t *sb) {
+static void float_4x4(OPERANDS) {
     KEEP_DENORMALS;
     (void)sa; (void)sb;
     float x[16][MAX_K], y[16][MAX_K], out[4][LANES];
@@ -300,12 +302,11 @@ static void float_4x4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *
         for (int l = 0; l < LANES; l++) d[i][l] = canonical(as_bits(out[i][l]));
 }
 
-/* ---- i8 -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- i8 -------------------------------------------------------------------------------------------------------- */
 
-static void int8_any(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                     const uint32_t *sa, const uint32_t *sb) {
+static void int8_any(OPERANDS) {
     (void)sa; (void)sb;
-    const int n = op->n, blocks = op->blocks, groups = LANES / (n * blocks), per_lane = op->k / groups, regs = per_lane / 4;
+    const int n = op->n, blocks = op->blocks, groups = LANES / (n * blocks), regs = op->k / groups / 4;
     uint32_t acc[32][LANES];
     sim_lanes ta[4], tb[4];
     a = broadcast_a(ta, a, op, regs);
@@ -329,7 +330,7 @@ static void int8_any(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a
     memcpy(d, acc, d_regs * sizeof(sim_lanes));
 }
 
-/* ---- f64 16x16x4 ------------------------------------------------------------------------------------------------------------------ */
+/* ---- f64 16x16x4 ----------------------------------------------------------------------------------------------- */
 
 static double pair(const sim_lanes *r, int reg, int lane) {
     const uint64_t u = ((uint64_t)r[2 * reg + 1][lane] << 32) | r[2 * reg][lane];
@@ -338,8 +339,7 @@ static double pair(const sim_lanes *r, int reg, int lane) {
     return f;
 }
 
-static void f64_16x16x4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                        const uint32_t *sa, const uint32_t *sb) {
+static void f64_16x16x4(OPERANDS) {
     KEEP_DENORMALS;
     (void)sa; (void)sb;
     double out[4][LANES];
@@ -368,7 +368,7 @@ static void f64_16x16x4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes
         }
 }
 
-/* ---- f8f6f4 ----------------------------------------------------------------------------------------------------------------------- */
+/* ---- f8f6f4 ---------------------------------------------------------------------------------------------------- */
 
 /* scale[block][i] = 2^(byte - 127) of row/column i, NaN for 0xff; 1 where there is no scale register. */
 static inline void load_scales(double scale[4][32], const uint32_t *reg, int byte, int dim, int blocks) {
@@ -389,8 +389,7 @@ add_scaled(float *acc, const float *sum, const double *scale_a, const double *sc
 }
 
 static inline __attribute__((always_inline)) void
-run_f8f6f4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c, const uint32_t *sa,
-           const uint32_t *sb, int n, int k) {
+run_f8f6f4(OPERANDS, int n, int k) {
     KEEP_DENORMALS;
     float x[MAX_K * 16], y[MAX_K * 16], acc[32 * 32], sum[32 * 32];
     double scale_a[4][32], scale_b[4][32];
@@ -407,14 +406,15 @@ run_f8f6f4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const si
     store_d(d, acc, n, 0);
 }
 
-static void f8f6f4_any(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                       const uint32_t *sa, const uint32_t *sb) {
+static void f8f6f4_any(OPERANDS) {
     if (op->n == 16) run_f8f6f4(op, d, a, b, c, sa, sb, 16, 128);
     else run_f8f6f4(op, d, a, b, c, sa, sb, 32, 64);
 }
 
-/* fp4 x fp4: every element is a multiple of 1/2 of at most 6, so a block's sum is an exact integer number of quarters. Codes become
- * signed bytes (halves) by table look-up; A is offset by 12 to be unsigned, as the byte dot product wants, and 12 * sum(b) is taken off. */
+/* fp4 x fp4: every element is a multiple of 1/2 of at most 6, so a block's sum is an exact integer number of quarters.
+ * Codes become signed bytes (halves) by table look-up; A is offset by 12 to be unsigned, as the byte dot product wants,
+ * and 12 * sum(b) is taken off. */
+#define FP4_HALVES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 #define FP4_OFFSET 12
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -430,7 +430,7 @@ static inline cols16 cols_dot(cols16 acc, cols16 u, cols16 s) {
 #endif
 }
 static inline cols16 cols_decode(cols16 v, int high) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(FP4_HALVES));
     if (high) v = _mm512_srli_epi32(v, 4);
     return _mm512_shuffle_epi8(table, _mm512_and_si512(v, _mm512_set1_epi8(15)));
 }
@@ -460,14 +460,16 @@ static inline cols16 cols_dot(cols16 acc, cols16 u, cols16 s) {
     return (cols16){dot8(acc.lo, u.lo, s.lo), dot8(acc.hi, u.hi, s.hi)};
 }
 static inline __m256i decode8(__m256i v) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(FP4_HALVES));
     return _mm256_shuffle_epi8(table, _mm256_and_si256(v, _mm256_set1_epi8(15)));
 }
 static inline cols16 cols_decode(cols16 v, int high) {
     if (high) return (cols16){decode8(_mm256_srli_epi32(v.lo, 4)), decode8(_mm256_srli_epi32(v.hi, 4))};
     return (cols16){decode8(v.lo), decode8(v.hi)};
 }
-static inline cols16 cols_sub(cols16 a, cols16 b) { return (cols16){_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+static inline cols16 cols_sub(cols16 a, cols16 b) {
+    return (cols16){_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
+}
 static inline void cols_store(int32_t *p, cols16 v) {
     _mm256_storeu_si256((__m256i *)p, v.lo);
     _mm256_storeu_si256((__m256i *)(p + 8), v.hi);
@@ -495,7 +497,7 @@ static inline cols16 cols_dot(cols16 acc, cols16 u, cols16 s) {
     return acc;
 }
 static inline cols16 cols_decode(cols16 v, int high) {
-    static const int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static const int8_t table[16] = {FP4_HALVES};
     cols16 r;
     for (int i = 0; i < 16; i++) {
         uint32_t t = high ? v.x[i] >> 4 : v.x[i], o = 0;
@@ -520,8 +522,7 @@ static inline void cols_scale(float *acc, cols16 sum, double scale_a, const doub
 #endif
 
 static inline __attribute__((always_inline)) void
-run_fp4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c, const uint32_t *sa,
-        const uint32_t *sb, int n, int k) {
+run_fp4(OPERANDS, int n, int k) {
     KEEP_DENORMALS;
     const int blocks = k / BLOCK_K;
     float acc[32 * 32];
@@ -558,17 +559,15 @@ run_fp4(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_l
     store_d(d, acc, n, 0);
 }
 
-static void fp4_16x16x128(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                          const uint32_t *sa, const uint32_t *sb) {
+static void fp4_16x16x128(OPERANDS) {
     run_fp4(op, d, a, b, c, sa, sb, 16, 128);
 }
 
-static void fp4_32x32x64(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b, const sim_lanes *c,
-                         const uint32_t *sa, const uint32_t *sb) {
+static void fp4_32x32x64(OPERANDS) {
     run_fp4(op, d, a, b, c, sa, sb, 32, 64);
 }
 
-/* ---- selection ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- selection ------------------------------------------------------------------------------------------------- */
 
 int sim_mfma_select(struct sim_mfma *op) {
     op->fn = NULL;

@@ -2,23 +2,26 @@
  *
  * Matrix instructions (v_mfma_*) of gfx950 over one wave of 64 lanes.
  *
- * Registers are uint32_t[64] per register (register-major); an operand is a pointer to its first register, VGPR or AGPR alike.
- * EXEC is ignored, denormals are kept, D may overlap A, B or C (results are written last), and every NaN result is 0x7fc00000.
+ * Registers are uint32_t[64] each (register-major); an operand is a pointer to its first register, VGPR or AGPR
+ * alike. EXEC is ignored, denormals are kept, D may overlap A, B or C (results are written last), and every NaN result
+ * is 0x7fc00000.
  *
  * Operand layouts (AMD CDNA3/CDNA4 ISA; dim = m for A, n for B):
- *   A, B   lane l holds row/column l % dim of k-group l / dim (of block l / dim where blocks > 1); a group's k / groups elements lie
- *          in ascending K in the lane's registers, low bits first.
- *   f8f6f4 fp8/bf8: 32 elements a lane in two runs of 16, run r at K = r * 16 * groups + 16 * group; fp6/bf6/fp4: one run of 32.
- *          The scale of row/column i, K block j (32 elements) is the selected byte of lane j * dim + i, whatever lane holds the elements.
- *   C, D   lane l is column l % n. n == 16: register 4b + i is row 4 * (l / 16) + i of block b. n == 32: register 16b + i is row
- *          8 * (i / 4) + 4 * (l / 32) + i % 4. n == 4: register i is row i of block l / 4. f64: register pair i is row 4 * i + l / 16.
+ *   A, B    Lane l holds row/column l % dim of K group l / dim (of block l / dim where blocks > 1). A group's
+ *           k / groups elements lie in ascending K in the lane's registers, low bits first.
+ *   f8f6f4  fp8/bf8: 32 elements a lane in two runs of 16, run r at K = 16 * groups * r + 16 * group. fp6/bf6/fp4: one
+ *           run of 32. The scale of row/column i and K block j (32 elements) is the selected byte of lane j * dim + i,
+ *           whatever lane holds the elements.
+ *   C, D    Lane l is column l % n. n == 16: register 4b + i is row 4 * (l / 16) + i of block b. n == 32: register
+ *           16b + i is row 8 * (i / 4) + 4 * (l / 32) + i % 4. n == 4: register i is row i of block l / 4. f64:
+ *           register pair i is row 4 * i + l / 16.
  *
  * Accumulation order (the hardware's own is not published, so this is a choice, the same on every host):
- *   f32 results: D = C, then for K ascending D = fma(a, b, D), one f32 rounding each.
- *   f8f6f4: for each K block of 32 ascending: s = 0, for K ascending s = fma(a, b, s) in f32 (exact for fp4 x fp4), then
- *           D = f32(D + s * 2^(scale_a + scale_b - 254)), summed in f64. Unscaled forms use 127 for both scales.
- *   i32 results wrap; f64 results: K ascending fma.
- * A host without a fused multiply-add rounds f32 x f32 products first (products of the other formats are exact in f32).
+ *   f32     D = C, then for K ascending D = fma(a, b, D), one f32 rounding each.
+ *   f8f6f4  For each K block of 32 ascending: s = 0, for K ascending s = fma(a, b, s) in f32 (exact for fp4 x fp4),
+ *           then D = f32(D + s * 2^(scale_a + scale_b - 254)), summed in f64. Unscaled forms use 127 for both scales.
+ *   i32     wraps. f64: K ascending, fma.
+ * A host without a fused multiply-add rounds f32 x f32 products first (products of the other formats are exact).
  * A scale byte 0xff makes the block's sum NaN; 0 is 2^-127.
  */
 #ifndef SIM_MFMA_H
@@ -40,7 +43,7 @@ struct sim_mfma;
 typedef void (*sim_mfma_fn)(const struct sim_mfma *op, sim_lanes *d, const sim_lanes *a, const sim_lanes *b,
                             const sim_lanes *c, const uint32_t *scale_a, const uint32_t *scale_b);
 
-/* 28 bytes of fields after fn; sim/mfma_table.py packs the same order. */
+/* sim/mfma_table.py packs the same fields. */
 struct sim_mfma {
     sim_mfma_fn fn;       /* set by sim_mfma_select */
     uint32_t c_const;     /* C where c == NULL: the bits of the inline constant (f64: of the high word) */

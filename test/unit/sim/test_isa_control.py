@@ -67,10 +67,14 @@ def test_loops_and_calls() -> None:
 
 
 WITHOUT_EFFECT = {
-    "s_nop": "s_nop 7", "s_setprio": "s_setprio 2", "s_sleep": "s_sleep 3", "s_waitcnt": "s_waitcnt vmcnt(0) expcnt(0) lgkmcnt(0)",
-    "s_icache_inv": "s_icache_inv", "s_dcache_inv": "s_dcache_inv", "s_dcache_wb": "s_dcache_wb", "s_dcache_inv_vol": "s_dcache_inv_vol",
-    "s_dcache_wb_vol": "s_dcache_wb_vol", "s_ttracedata": "s_ttracedata", "s_incperflevel": "s_incperflevel 1", "s_decperflevel": "s_decperflevel 1",
-    "s_wakeup": "s_wakeup", "v_nop": "v_nop", "buffer_inv": "buffer_inv sc1", "buffer_wbl2": "buffer_wbl2 sc0 sc1", "s_sendmsg": "s_sendmsg sendmsg(MSG_INTERRUPT)",
+    "s_nop": "s_nop 7", "s_setprio": "s_setprio 2", "s_sleep": "s_sleep 3",
+    "s_waitcnt": "s_waitcnt vmcnt(0) expcnt(0) lgkmcnt(0)",
+    "s_icache_inv": "s_icache_inv", "s_dcache_inv": "s_dcache_inv", "s_dcache_wb": "s_dcache_wb",
+    "s_dcache_inv_vol": "s_dcache_inv_vol",
+    "s_dcache_wb_vol": "s_dcache_wb_vol", "s_ttracedata": "s_ttracedata", "s_incperflevel": "s_incperflevel 1",
+    "s_decperflevel": "s_decperflevel 1",
+    "s_wakeup": "s_wakeup", "v_nop": "v_nop", "buffer_inv": "buffer_inv sc1", "buffer_wbl2": "buffer_wbl2 sc0 sc1",
+    "s_sendmsg": "s_sendmsg sendmsg(MSG_INTERRUPT)",
     "s_sethalt": "s_sethalt 0", "ds_nop": "ds_nop",
 }  # fmt: skip
 
@@ -133,7 +137,8 @@ def test_a_trap_behind_a_branch_does_no_harm() -> None:
 
 
 SCRATCH_SIZES = {
-    "byte": ("ubyte", 1), "short": ("ushort", 2), "dword": ("dword", 4), "dwordx2": ("dwordx2", 8), "dwordx3": ("dwordx3", 12), "dwordx4": ("dwordx4", 16),
+    "byte": ("ubyte", 1), "short": ("ushort", 2), "dword": ("dword", 4), "dwordx2": ("dwordx2", 8),
+    "dwordx3": ("dwordx3", 12), "dwordx4": ("dwordx4", 16),
 }  # fmt: skip
 SCRATCH_NARROW = {
     "sbyte": lambda w: (w & 0xFF ^ 0x80) - 0x80 & M32,

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions between f32, f16, bf16 and the fp8, bf8, fp6, bf6 and fp4 formats, with scales, byte selects and stochastic rounding."""
+"""Conversions between f32, f16, bf16 and the fp8, bf8, fp6, bf6 and fp4 formats, with scales, byte selects and
+stochastic rounding.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -82,6 +85,7 @@ def scale_of(bits: int) -> Fraction | str:
     return NAN if e == 255 else Fraction(2) ** (e - 127)
 
 
+@functools.cache
 def narrow(source: Format, target: str, code: int, scale_bits: int | None) -> int:
     """Code in a small format of value / scale."""
     x, negative = value_of(source, code)
@@ -93,6 +97,7 @@ def narrow(source: Format, target: str, code: int, scale_bits: int | None) -> in
     return small_code(SMALL[target], x, negative)
 
 
+@functools.cache
 def widen(source: str, target: Format, code: int, scale_bits: int | None) -> int | str:
     """Code in f32, f16 or bf16 of value * scale, rounded to nearest even."""
     x, negative = value_of(SMALL[source], code)
@@ -116,7 +121,7 @@ def check_small(name: str, target: str, got: int, want: int, context: str) -> No
     assert got == want or nan_equal, f"{name}: {context}: {got:#x}, expected {want:#x} ({sign:#x})"
 
 
-# ---- unscaled -----------------------------------------------------------------------------------------------------------------------
+# ---- unscaled ------------------------------------------------------------------------------------------------------
 
 
 @covers("v_cvt_pk_bf16_f32", "v_cvt_pk_f16_f32")
@@ -169,7 +174,9 @@ def test_packing_to_fp8(target: str) -> None:
 
 
 def test_fp8_overflow_follows_the_mode() -> None:
-    """FP16_OVFL clear: NaN (fp8) and infinity (bf8) beyond the range; set: the largest value, true infinities as before."""
+    """FP16_OVFL clear: NaN (fp8) and infinity (bf8) beyond the range; set: the largest value, true infinities as
+    before.
+    """
     values = lanes(
         [f32(464), f32(465), f32(1e9), f32(61439), f32(61440), f32(-70000), 0x7F800000, 0xFF800000, 0x7FC00000]
     )
@@ -209,7 +216,7 @@ def test_every_fp8_code_to_f32() -> None:
                     assert same(F32, int(out.v[f"v{10 + k}"][lane]), want), f"v_cvt_pk_f32_{source} word {high}"
 
 
-# ---- scaled ---------------------------------------------------------------------------------------------------------------------------------
+# ---- scaled --------------------------------------------------------------------------------------------------------
 
 PACK_F32 = {"v_cvt_scalef32_pk_fp8_f32": "fp8", "v_cvt_scalef32_pk_bf8_f32": "bf8", "v_cvt_scalef32_pk_fp4_f32": "fp4"}
 PACK_HALF = {f"v_cvt_scalef32_pk_{t}_{s}": (t, s) for t in ("fp8", "bf8", "fp4") for s in ("f16", "bf16")}
@@ -228,7 +235,9 @@ def _half_samples(fmt: Format) -> list[int]:
 
 @covers(*PACK_F32, *PACK_HALF)
 def test_scaled_packing() -> None:
-    """x / 2^(exponent of the scale) in the word or, for fp4, the byte that op_sel picks; the rest of the register is kept."""
+    """x / 2^(exponent of the scale) in the word or, for fp4, the byte that op_sel picks; the rest of the register is
+    kept.
+    """
     for name in (*PACK_F32, *PACK_HALF):
         if name in PACK_F32:
             target, source = PACK_F32[name], F32
@@ -369,9 +378,10 @@ def test_thirty_two_elements_at_once() -> None:
             )
 
 
-# ---- stochastic rounding: the seed's top bits are added below the last kept bit, then the value is truncated --------------------------------
+# ---- stochastic rounding: the seed's top bits are added below the last kept bit, then the value is truncated -------
 
 
+@functools.cache
 def stochastic(source: Format, target: Format | str, code: int, scale_bits: int | None, seed: int) -> int:
     fmt = SMALL[target] if isinstance(target, str) else target
     x, negative = value_of(source, code)

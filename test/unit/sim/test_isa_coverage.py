@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mnemonic that the simulator accepts has an exact-value test, and the tests claim nothing that does not exist."""
+"""Every mnemonic that the simulator accepts has an exact-value test, and no test claims a name that does not exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions that move data between lanes, or read lane masks: DPP, SDWA, readlane, permlane swaps, carries, mbcnt."""
+"""Instructions that move data between lanes or read lane masks: DPP, SDWA, readlane, permlane swaps, carries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUE = LANE * 3 + 100  # what lane l of the DPP source holds
 OLD = 0xDEAD0000
 
 
-# ---- DPP: control text -> source lane of each lane (None: outside the row) ---------------------------------------------------
+# ---- DPP: control text -> source lane of each lane (None: outside the row) -----------------------------------------
 
 
 def _within_row(lane: int, source: int) -> int | None:
@@ -111,7 +111,7 @@ def test_dpp_on_64_bits_is_refused() -> None:
         run(["v_mov_b64_dpp v[10:11], v[20:21] row_newbcast:3 row_mask:0xf bank_mask:0xf"])
 
 
-# ---- SDWA ------------------------------------------------------------------------------------------------------------------------
+# ---- SDWA ----------------------------------------------------------------------------------------------------------
 
 SELECTS = {
     "BYTE_0": (0, 8),
@@ -196,7 +196,7 @@ def test_sdwa_on_operations() -> None:
         assert int(out.vcc[0]) >> lane & 1 == int((a >> 8 & 255) > (b >> 16 & 255))
 
 
-# ---- lanes <-> scalars ------------------------------------------------------------------------------------------------------------
+# ---- lanes <-> scalars ---------------------------------------------------------------------------------------------
 
 
 @covers("v_readfirstlane_b32", "v_readlane_b32", "v_writelane_b32")
@@ -262,7 +262,7 @@ def test_register_moves_under_exec() -> None:
     assert out.v["v11"].tolist() == [step[int(x)] if on[lane] else OLD for lane, x in enumerate(states)]
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------------------------
 
 CARRIES: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
     "v_add_co_u32": lambda a, b, c: ((a + b) & M32, (a + b) >> 32),

@@ -47,7 +47,7 @@ def _map(machine: Machine, memory: np.ndarray) -> None:
     machine.map_tensor(0, memory, "memory")
 
 
-# ---- LDS -------------------------------------------------------------------------------------------------------------------------
+# ---- LDS -----------------------------------------------------------------------------------------------------------
 
 LDS_BYTES = 4096
 
@@ -126,8 +126,10 @@ def test_lds_wide_reads() -> None:
     fill, v, image = _fill_lds(2)
     for suffix, words in (("b32", 1), ("b64", 2), ("b96", 3), ("b128", 4)):
         out = run(
-            [*fill, f"s_mov_b64 exec, {PARTIAL_EXEC >> 32:#x}", f"ds_read_{suffix} {registers('v', 10, words)}, v20 offset:48"],
-            v={**v, **{10 + k: OLD + k for k in range(4)}, 20: 16 * LANE[::-1]}, out_v=range(10, 10 + words), lds_bytes=LDS_BYTES,
+            [*fill, f"s_mov_b64 exec, {PARTIAL_EXEC >> 32:#x}",
+            f"ds_read_{suffix} {registers('v', 10, words)}, v20 offset:48"],
+            v={**v, **{10 + k: OLD + k for k in range(4)}, 20: 16 * LANE[::-1]}, out_v=range(10, 10 + words),
+            lds_bytes=LDS_BYTES,
         )  # fmt: skip
         for lane in range(LANES):
             want = (
@@ -155,7 +157,8 @@ def test_lds_wide_reads() -> None:
 
 
 @covers(
-    "ds_write_b8", "ds_write_b16", "ds_write_b8_d16_hi", "ds_write_b16_d16_hi", "ds_write_b32", "ds_write_b64", "ds_write_b96", "ds_write2_b32",
+    "ds_write_b8", "ds_write_b16", "ds_write_b8_d16_hi", "ds_write_b16_d16_hi", "ds_write_b32", "ds_write_b64",
+    "ds_write_b96", "ds_write2_b32",
     "ds_write2_b64", "ds_write2st64_b32", "ds_write2st64_b64",
 )  # fmt: skip
 def test_lds_writes() -> None:
@@ -219,8 +222,10 @@ def test_lds_lane_permutes() -> None:
     offset = 8
     mask = PARTIAL_EXEC
     out = run(
-        [f"ds_bpermute_b32 v10, v20, v21 offset:{offset}", f"ds_permute_b32 v11, v20, v21 offset:{offset}", "ds_permute_b32 v12, v22, v21"],
-        v={10: OLD, 11: OLD, 12: OLD, 20: 4 * target + 0x100, 21: value, 22: 4 * (LANE % 3)}, out_v=[10, 11, 12], exec_mask=mask, lds_bytes=64,
+        [f"ds_bpermute_b32 v10, v20, v21 offset:{offset}", f"ds_permute_b32 v11, v20, v21 offset:{offset}",
+        "ds_permute_b32 v12, v22, v21"],
+        v={10: OLD, 11: OLD, 12: OLD, 20: 4 * target + 0x100, 21: value, 22: 4 * (LANE % 3)}, out_v=[10, 11, 12],
+        exec_mask=mask, lds_bytes=64,
     )  # fmt: skip
     pushed: dict[int, int] = {}
     crowded: dict[int, int] = {}
@@ -295,7 +300,7 @@ def test_lds_transposing_reads() -> None:
                 assert got == want, f"{name}: lane {16 * group + column}"
 
 
-# ---- atomics: new value from memory, data and (cmpswap, mskor) a second datum --------------------------------------------------------------
+# ---- atomics: new value from memory, data and (cmpswap, mskor) a second datum --------------------------------------
 
 Atomic = Callable[[int, int, int, int], int]
 
@@ -427,8 +432,10 @@ def test_atomics_on_one_word_act_for_every_lane() -> None:
 
 LDS_ATOMICS: dict[str, tuple[int, Atomic, bool]] = {}
 for _bits, _suffix in ((32, "32"), (64, "64")):
-    for _name, _op in (("add_u", "add"), ("sub_u", "sub"), ("min_i", "smin"), ("max_i", "smax"), ("min_u", "umin"), ("max_u", "umax"),
-                       ("and_b", "and"), ("or_b", "or"), ("xor_b", "xor"), ("inc_u", "inc"), ("dec_u", "dec")):  # fmt: skip
+    for _name, _op in (("add_u", "add"), ("sub_u", "sub"), ("min_i", "smin"), ("max_i", "smax"), ("min_u", "umin"),
+    ("max_u", "umax"),
+                       ("and_b", "and"), ("or_b", "or"), ("xor_b", "xor"), ("inc_u", "inc"), ("dec_u",
+                       "dec")):  # fmt: skip
         LDS_ATOMICS[f"ds_{_name}{_suffix}"] = (_bits, ATOMICS[_op], False)
     LDS_ATOMICS[f"ds_rsub_u{_suffix}"] = (_bits, lambda m, x, y, n: (x - m) & _mask(n), False)
     # ds_cmpst: the first datum is compared, the second one stored.
@@ -486,7 +493,8 @@ def test_lds_atomics(name: str) -> None:
             else f"{name} v30, {texts} offset:64"
         )
         lines = [
-            f"ds_write_b{bits} v30, {place} offset:64", "s_waitcnt lgkmcnt(0)", f"s_mov_b32 exec_lo, {PARTIAL_EXEC & M32:#x}", line, "s_waitcnt lgkmcnt(0)",
+            f"ds_write_b{bits} v30, {place} offset:64", "s_waitcnt lgkmcnt(0)",
+            f"s_mov_b32 exec_lo, {PARTIAL_EXEC & M32:#x}", line, "s_waitcnt lgkmcnt(0)",
             "s_mov_b64 exec, -1", f"ds_read_b{bits} {registers('v', 12, words)}, v30 offset:64",
         ]  # fmt: skip
         out = run(lines, v=v, out_v=range(10, 12 + words), lds_bytes=64 + 8 * LANES)
@@ -507,7 +515,7 @@ def test_lds_access_beyond_its_end_is_a_fault() -> None:
     run(["ds_read_b32 v10, v20 offset:4"], v={20: 120, 10: 0}, lds_bytes=128)
 
 
-# ---- global, flat, scratch and buffer loads and stores ---------------------------------------------------------------------------------------
+# ---- global, flat, scratch and buffer loads and stores -------------------------------------------------------------
 
 LOADS: dict[str, tuple[int, bool, str]] = {
     "ubyte": (1, False, "word"),
@@ -607,8 +615,10 @@ def test_stores_of_every_size(space: str) -> None:
 def test_negative_and_wide_offsets() -> None:
     memory = _bytes(16384, 9)
     out = with_memory(
-        ["global_load_dword v10, v20, s[42:43] offset:-4096", "global_load_dword v11, v20, s[42:43] offset:4095", "s_waitcnt vmcnt(0)"],
-        memory, v={20: 4 * LANE}, s={42: (memory.ctypes.data + 4096) & M32, 43: (memory.ctypes.data + 4096) >> 32}, out_v=[10, 11],
+        ["global_load_dword v10, v20, s[42:43] offset:-4096", "global_load_dword v11, v20, s[42:43] offset:4095",
+        "s_waitcnt vmcnt(0)"],
+        memory, v={20: 4 * LANE}, s={42: (memory.ctypes.data + 4096) & M32, 43: (memory.ctypes.data + 4096) >> 32},
+        out_v=[10, 11],
     )  # fmt: skip
     assert out.v["v10"].tolist() == [_dwords(memory, 4 * lane, 1)[0] for lane in range(LANES)]
     assert out.v["v11"].tolist() == [_dwords(memory, 8191 + 4 * lane, 1)[0] for lane in range(LANES)]
@@ -633,7 +643,8 @@ def test_buffer_bounds() -> None:
     s = {46: 250}
     offsets = 4 * LANE
     out = with_memory(
-        ["buffer_load_dword v10, v20, s[44:47], 0 offen", "buffer_load_dwordx4 v[12:15], v20, s[44:47], 0 offen", "buffer_load_ubyte v11, v20, s[44:47], 0 offen offset:1"],
+        ["buffer_load_dword v10, v20, s[44:47], 0 offen", "buffer_load_dwordx4 v[12:15], v20, s[44:47], 0 offen",
+        "buffer_load_ubyte v11, v20, s[44:47], 0 offen offset:1"],
         memory, v={10: OLD, 11: OLD, 12: OLD, 13: OLD, 14: OLD, 15: OLD, 20: offsets}, s=s, out_v=range(10, 16),
     )  # fmt: skip
     for lane in range(LANES):
@@ -655,7 +666,8 @@ def test_structured_buffers() -> None:
     memory = _bytes(4096, 12)
     s = {45: (memory.ctypes.data >> 32 & 0xFFFF) | 24 << 16, 46: 50}
     out = with_memory(
-        ["buffer_load_dword v10, v20, s[44:47], 0 idxen offset:8", "buffer_load_dword v11, v[20:21], s[44:47], 0 idxen offen"],
+        ["buffer_load_dword v10, v20, s[44:47], 0 idxen offset:8",
+        "buffer_load_dword v11, v[20:21], s[44:47], 0 idxen offen"],
         memory, v={20: LANE, 21: 4 * (LANE % 3), 10: OLD, 11: OLD}, s=s, out_v=[10, 11],
     )  # fmt: skip
     for lane in range(LANES):
@@ -698,7 +710,7 @@ def test_narrow_loads_to_lds_are_refused() -> None:
             with_memory([line], _bytes(64, 14), lds_bytes=256)
 
 
-# ---- scratch, scalar loads ------------------------------------------------------------------------------------------------------------------------
+# ---- scratch, scalar loads -----------------------------------------------------------------------------------------
 
 
 @covers("s_load_dword", "s_load_dwordx2", "s_load_dwordx4", "s_load_dwordx8", "s_load_dwordx16")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix instructions: operand layouts, formats, scales, broadcasts, accumulation order and special values.
 
-Layouts are spelled out here lane by lane from AMD's CDNA3 and CDNA4 documents; the expected values are exact (integers small enough
-for any order of the sum), except where a test is about rounding.
+Layouts are spelled out here lane by lane from AMD's CDNA3 and CDNA4 documents; the expected values are exact
+(integers small enough for any order of the sum), except where a test is about rounding.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def unpack_d(info: MfmaInfo, rows: list[np.ndarray]) -> np.ndarray:
 
 
 def execute(
-    info: MfmaInfo, a: np.ndarray, b: np.ndarray, c: np.ndarray | None, tail: str = "", prefix: str = "v", in_place: bool = False,
+    info: MfmaInfo, a: np.ndarray, b: np.ndarray, c: np.ndarray | None, tail: str = "", prefix: str = "v",
+    in_place: bool = False,
     inline: int = 0, scales: tuple[np.ndarray, np.ndarray] | None = None, exec_mask: int = 2**LANES - 1,
 ) -> np.ndarray:  # fmt: skip
     """D's codes; a[block][m][k], b[block][n][k] and c[block][m][n] are codes. c None: the inline constant."""
@@ -161,7 +162,9 @@ def codes_of(info: MfmaInfo, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tup
 
 @pytest.mark.parametrize("name", [name for name in MNEMONICS if not lookup(name).f8f6f4])
 def test_layouts_and_sums(name: str) -> None:
-    """Every operand element is in its place: exact products of small integers, C from registers, D elsewhere, EXEC ignored."""
+    """Every operand element is in its place: exact products of small integers, C from registers, D elsewhere, EXEC
+    ignored.
+    """
     info = lookup(name)
     a, b, c = integer_problem(info, 1)
     d = execute(info, *codes_of(info, a, b, c), exec_mask=0x5)
@@ -209,7 +212,9 @@ def test_block_scales(shape: str, formats: tuple[str, str]) -> None:
 
 @covers("v_mfma_scale_f32_16x16x128_f8f6f4")
 def test_extreme_scales() -> None:
-    """0xff is NaN for its block only; 0 is 2^-127; 0xfe is 2^127; the product of two scales may leave f32's range and come back."""
+    """0xff is NaN for its block only; 0 is 2^-127; 0xfe is 2^127; the product of two scales may leave f32's range and
+    come back.
+    """
     info = lookup("v_mfma_scale_f32_16x16x128_f8f6f4").with_modifiers(4, 4)
     one = np.full((1, 16, 128), FP4.round(Fraction(1)), dtype=object)
     zero = np.zeros((1, 16, 16), dtype=object)
@@ -288,7 +293,9 @@ def test_accumulation_is_an_fma_chain_in_ascending_k(fmt: str) -> None:
 
 @covers("v_mfma_f32_16x16x32_bf16", "v_mfma_f32_16x16x32_f16", "v_mfma_f32_16x16x4_f32")
 def test_special_values_and_denormals() -> None:
-    """inf * 0 and inf - inf are NaN, infinities and -0 stay, denormals are neither flushed on the way in nor on the way out."""
+    """inf * 0 and inf - inf are NaN, infinities and -0 stay, denormals are neither flushed on the way in nor on the
+    way out.
+    """
     for name in ("v_mfma_f32_16x16x32_bf16", "v_mfma_f32_16x16x32_f16", "v_mfma_f32_16x16x4_f32"):
         info = lookup(name)
         f = FORMATS[info.fmt_a]

@@ -126,7 +126,8 @@ def test_packed_f16_operations(name: str) -> None:
     words = _sources(count, HALVES if count == 2 else HALVES[:14:2] + HALVES[15:16])
     all_bits = (1 << count) - 1
     for sel, sel_hi, neg_lo, neg_hi in ((0, all_bits, 0, 0), (1, all_bits - 1, 2, 1)):
-        line = f"{name} v10, {', '.join(f'v{20 + k}' for k in range(count))} {_modifiers(count, sel, sel_hi, neg_lo, neg_hi)}"
+        sources = ", ".join(f"v{20 + k}" for k in range(count))
+        line = f"{name} v10, {sources} {_modifiers(count, sel, sel_hi, neg_lo, neg_hi)}"
         out = run([line], v={20 + k: w for k, w in enumerate(words)}, out_v=[10])
         for lane, got in enumerate(out.v["v10"].tolist()):
             for high, (pick, negated) in enumerate(((sel, neg_lo), (sel_hi, neg_hi))):
@@ -218,7 +219,10 @@ def test_dot_products_of_pairs() -> None:
 
 @covers("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 def test_mixed_fma_sources_and_halves() -> None:
-    """op_sel_hi: the source is f16, op_sel its half; neg and abs act on the f32 value; the f16 results keep the other half."""
+    """op_sel_hi: the source is f16, op_sel its half; neg and abs act on the f32 value.
+
+    The f16 results keep the other half.
+    """
     halves, floats = HALVES[:14], FEW_FLOATS
     size = 448
     h = np.resize(np.array(halves, dtype=np.uint32), size)

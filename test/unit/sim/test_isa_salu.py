@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalar ALU instructions: result and SCC of every operation against its definition, both values of the incoming SCC."""
+"""Scalar ALU instructions: result and SCC of every operation against its definition, for both incoming SCC."""
 
 from __future__ import annotations
 

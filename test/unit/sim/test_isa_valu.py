@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector ALU instructions: every operation of the element-wise tables against its definition, with EXEC full and partly off."""
+"""Vector ALU instructions: every operation of the element-wise tables against its definition, with EXEC full and
+partly off.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ SENTINEL = 0xCAFE_F00D  # what inactive lanes and kept halves must still hold
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A kind of operand: registers a lane, the values it is tested with, and the format that results are compared in."""
+    """A kind of operand: registers a lane, the values it is tested with, and the format of results."""
 
     words: int
     values: tuple[int, ...]
@@ -394,9 +396,11 @@ def _with_flags(cases: Sequence[Case], **flags: object) -> list[Case]:
     return [dataclasses.replace(case, **flags) for case in cases]
 
 
-# Operations introduced with op_sel in gfx9 keep the other half of a 16-bit destination; the older ones clear it (LLVM, zeroesHigh16BitsOfDest).
+# Operations introduced with op_sel in gfx9 keep the other half of a 16-bit destination; the older ones clear it
+# (LLVM, zeroesHigh16BitsOfDest).
 KEEPS_HIGH = {
-    "v_fma_f16", "v_mad_u16", "v_mad_i16", "v_div_fixup_f16", "v_min3_f16", "v_max3_f16", "v_med3_f16", "v_min3_u16", "v_max3_u16",
+    "v_fma_f16", "v_mad_u16", "v_mad_i16", "v_div_fixup_f16", "v_min3_f16", "v_max3_f16", "v_med3_f16", "v_min3_u16",
+    "v_max3_u16",
     "v_med3_u16", "v_min3_i16", "v_max3_i16", "v_med3_i16", "v_add_i16", "v_sub_i16",
 }  # fmt: skip
 
@@ -671,9 +675,8 @@ def test_every_operation_matches_its_definition(case: Case) -> None:
                 continue
             want = case.expect(*sources)
             result = value & M16 if half else value
-            assert _matches(case, result, want), (
-                f"{case.name}{tuple(hex(x) for x in sources)} = {result:#x}, expected {want if isinstance(want, str) else hex(want)}"
-            )
+            text = want if isinstance(want, str) else hex(want)
+            assert _matches(case, result, want), f"{case.name}{tuple(map(hex, sources))} = {result:#x}, expected {text}"
             if half:
                 high = old >> 16 if case.keeps_high else 0
                 assert value >> 16 == high, f"{case.name}: high half {value >> 16:#x}, expected {high:#x}"
