@@ -174,7 +174,8 @@ class Gains:
     embedding: float = 8.0
     router: float = 4.0
     routed_down: float = 1.0
-    shared_down: float = 1.0
+    shared_down: float = 1.4
+    shared_gate: float = 3.0
     attention_out: float = 2.0
     head: float = 3.0
 
@@ -233,7 +234,7 @@ def tensors(shape: CheckpointShape, seed: int, gains: Gains):
             yield f"{attention}.k_norm.weight", draw.normal(shape.head_dim, sigma=0.1).to(bf16)
         mlp = f"{at}.mlp"
         yield f"{mlp}.gate.weight", draw.linear(shape.num_experts, hidden, gain=gains.router).to(bf16)
-        yield f"{mlp}.shared_expert_gate.weight", draw.linear(1, hidden).to(bf16)
+        yield f"{mlp}.shared_expert_gate.weight", draw.linear(1, hidden, gain=gains.shared_gate).to(bf16)
         shared = shape.shared_expert_intermediate_size
         yield f"{mlp}.shared_expert.gate_proj.weight", draw.linear(shared, hidden, gain=1.5).to(bf16)
         yield f"{mlp}.shared_expert.up_proj.weight", draw.linear(shared, hidden).to(bf16)

@@ -3,22 +3,21 @@
 
 ``LaunchRecorder`` sits on the step's observers. Before K1 it runs SGLang's input norm and GDN layer up to out_proj on
 the launch's inputs, keeps what they return and write, and puts the states back; after K2 it runs SGLang's projection,
-post norm and MoE block. Pad rows are left out of the comparison. A row whose k-th and (k+1)-th router logits lie
-within ``TIE_ULPS`` of each other may take either expert: it is compared with both picks, and counted.
+post norm and MoE block. Pad rows are left out of the comparison. A row whose k-th and (k+1)-th router logits are a tie
+(``common.check.tied``) may take either expert: it is compared with both picks, and counted. The stock side is check
+mode's, ``qwen38_a95b_mxfp4.check``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-TIE_ULPS = 2
-"""bf16 units in the last place within which two router logits count as equal."""
+from sgl_amd_mono.common.check import Difference, Kept, difference, failures
+from sgl_amd_mono.qwen38_a95b_mxfp4.check import StockTail, kept_after, kept_before, stock_front
 
 SIMULATED_BOUNDS = {
     "k1.core.rel": 5e-3,
@@ -33,34 +32,6 @@ MXFP4 code that such a unit flips (about 1e-2 of a row each)."""
 
 NOISE_MULTIPLE = 4.0
 """Logits of the two arms may differ by so many times the noise of re-ordered float32 sums."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A launch's output against SGLang's, worst over the rows that hold a request.
-
-    ``cosine``: lowest cosine of a row; ``rel``: largest relative L2 error of a row; ``max_abs``: largest difference.
-    """
-
-    cosine: float
-    rel: float
-    max_abs: float
-
-
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> Difference:
-    """Compare row by row; both ``[rows, ...]``. A value that is not finite counts as infinitely wrong."""
-    found, wanted = found.double().flatten(1), wanted.double().flatten(1)
-    if not found.numel():
-        return Difference(1.0, 0.0, 0.0)
-    if not bool(torch.isfinite(found).all() and torch.isfinite(wanted).all()):
-        return Difference(-1.0, float("inf"), float("inf"))
-    norm_found, norm_wanted = found.norm(dim=1), wanted.norm(dim=1)
-    both_zero = (norm_found == 0) & (norm_wanted == 0)
-    cosine = (found * wanted).sum(1) / (norm_found * norm_wanted)
-    cosine = torch.where(both_zero, torch.ones_like(cosine), cosine).nan_to_num(0.0).clamp(max=1.0)
-    error = (found - wanted).norm(dim=1)
-    relative = torch.where(error == 0, error, error / norm_wanted)
-    return Difference(float(cosine.min()), float(relative.max()), float((found - wanted).abs().max()))
 
 
 @dataclass
@@ -84,23 +55,6 @@ class LaunchRecord:
     simulated: dict[str, Any] = field(default_factory=dict)
 
 
-def failures(kind: str, outputs: dict[str, Difference], bounds: dict[str, float]) -> list[str]:
-    """The bounds (``<launch>.<output>.<metric>``) that a launch breaks, as text; a missing output breaks all of its."""
-    broken = []
-    for name, bound in sorted(bounds.items()):
-        launch, output, metric = name.split(".")
-        if launch != kind:
-            continue
-        if output not in outputs:
-            broken.append(f"{name}: nothing was compared")
-            continue
-        value = getattr(outputs[output], metric)
-        within = value >= bound if metric == "cosine" else value <= bound
-        if not within:
-            broken.append(f"{name}: {value:.6g}, bound {bound:g}")
-    return broken
-
-
 class LaunchRecorder:
     """Compares every launch of a step with SGLang's layer. Whoever drives the model sets ``case`` and ``step``."""
 
@@ -111,51 +65,43 @@ class LaunchRecorder:
         self.records: list[LaunchRecord] = []
         self.rank = rank
         self.case = self.step = 0
-        self._stock: dict[str, torch.Tensor] = {}
+        self._kept: Kept | None = None
         self._runtime = step.runtime
         step.before_launch.append(self._before)
         step.observers.append(self._after)
 
     def _before(self, event: Any) -> None:
         _reports(self._runtime).clear()
-        if event.kind == "k1":
-            self._stock = stock_front(event)
-        else:
-            # the launch may overwrite nothing that K2's comparison reads but its own outputs
-            self._stock = {}
+        self._kept = kept_before(event)
 
     def _after(self, event: Any) -> None:
-        index = event.args["state_index" if event.kind == "k1" else "row_index"][: event.width]
-        real = index > 0
+        kept, self._kept = self._kept, None
+        kept_after(event, kept)
+        real = kept.inputs["index"] > 0
         record = LaunchRecord(self.case, self.step, event.kind, event.layer, event.width, int(real.sum()), self.rank)
+        found = {name: value[real] for name, value in kept.outputs.items()}
         if event.kind == "k1":
-            found = {
-                "core": event.args["core"][real],
-                "res_out": event.args["residual_out"][real],
-                "conv": event.args["conv_state"][index[real].long()],
-                "state": event.args["ssm_state"][index[real].long()],
-            }
-            record.outputs = {name: difference(value, self._stock[name]) for name, value in found.items()}
+            stock = stock_front(kept)
+            record.outputs = {name: difference(value, stock[name][real]) for name, value in found.items()}
             record.failures = failures("k1", record.outputs, self.bounds)
-            pads = event.args["core"][~real]
+            pads = kept.outputs["core"][~real]
             if pads.numel() and bool((pads != 0).any()):
                 record.failures.append("k1.core of a pad row is not zero")
         else:
-            record.digest = digest(event.args["out"], event.args["residual_out"])
-            found_out, found_residual = event.args["out"][real], event.args["residual_out"][real]
-            stock = StockTail(event, real)
-            out = stock.out()
+            record.digest = digest(kept.outputs["out"], kept.outputs["res_out"])
+            tail = StockTail(kept)
+            out, tied = tail.out()[real], tail.tied[real]
             record.outputs = {
-                "out": difference(found_out, out),
-                "res_out": difference(found_residual, stock.residual),
+                "out": difference(found["out"], out),
+                "res_out": difference(found["res_out"], tail.residual[real]),
             }
             record.failures = failures("k2", record.outputs, self.bounds)
-            if record.failures and bool(stock.tied.any()):
+            if record.failures and bool(tied.any()):
                 # both picks of a provable tie are right: take, row by row, the nearer
-                other = stock.out(swap=stock.tied)
-                nearer = (found_out - other).double().norm(dim=1) < (found_out - out).double().norm(dim=1)
-                record.ties = int((nearer & stock.tied).sum())
-                record.outputs["out"] = difference(found_out, torch.where(nearer.unsqueeze(1), other, out))
+                other = tail.out(swap=tail.tied)[real]
+                nearer = (found["out"] - other).double().norm(dim=1) < (found["out"] - out).double().norm(dim=1)
+                record.ties = int((nearer & tied).sum())
+                record.outputs["out"] = difference(found["out"], torch.where(nearer.unsqueeze(1), other, out))
                 record.failures = failures("k2", record.outputs, self.bounds)
         record.simulated = simulated(_reports(self._runtime))
         self.records.append(record)
@@ -197,106 +143,6 @@ def simulated(reports: list[Any]) -> dict[str, Any]:
         "chain": [list(hop) for hop in report.hop_chain],
         "polls": {name: count for (rank, name), count in report.polls.items() if rank == own.rank},
     }
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside; modules keep their registered children."""
-    before = getattr(owner, name)
-    registered = name in getattr(owner, "_modules", {})
-    if registered:
-        del owner._modules[name]
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
-        if registered:
-            owner._modules[name] = before
-
-
-def stock_front(event: Any) -> dict[str, torch.Tensor]:
-    """SGLang's input norm and GDN layer up to out_proj on K1's inputs, for the rows that hold a request.
-
-    Returns ``core``, ``res_out`` and the rows of ``conv`` and ``state`` after the step; the pools are as before.
-    """
-    args, width = event.args, event.width
-    index = args["state_index"][:width]
-    real = index > 0
-    slots = index.long().unique()
-    kept = args["conv_state"][slots].clone(), args["ssm_state"][slots].clone()
-    layer = event.view.module
-    hidden = args["hidden"][:width].clone()
-    if isinstance(args["residual"], torch.Tensor):
-        normed, residual = layer.input_layernorm(hidden, args["residual"][:width].clone())
-    else:
-        normed, residual = layer.input_layernorm(hidden), hidden
-    with _replaced(layer.linear_attn, "out_proj", lambda core: (core, None)):
-        core = layer.linear_attn(normed, event.forward_batch)
-    rows = index[real].long()
-    out = {
-        "core": core[real].clone(),
-        "res_out": residual[real].clone(),
-        "conv": args["conv_state"][rows].clone(),
-        "state": args["ssm_state"][rows].clone(),
-    }
-    args["conv_state"][slots], args["ssm_state"][slots] = kept
-    return out
-
-
-class StockTail:
-    """SGLang's output projection, post norm and MoE block on K2's inputs; ``real`` selects the rows with a request.
-
-    ``residual`` is what the norm leaves; ``tied`` says which of those rows may pick either of two experts.
-    """
-
-    def __init__(self, event: Any, real: torch.Tensor) -> None:
-        from sglang.srt.distributed import tensor_model_parallel_all_reduce
-
-        self._all_reduce = tensor_model_parallel_all_reduce
-        self._event, self._real = event, real
-        layer = event.view.module
-        projection = layer.linear_attn.out_proj if event.view.kind == "gdn" else layer.o_proj
-        # pad rows' core may hold anything, and SGLang's kernels would carry a NaN into shared sums
-        core = event.args["core"][: event.width].clone()
-        core[~real] = 0
-        partial, _ = projection(core)
-        attention = self._all_reduce(partial)
-        self._x, residual = layer.post_attention_layernorm(attention, event.args["residual"][: event.width].clone())
-        self.residual = residual[real].clone()
-        self._logits = event.view.moe.block.gate(self._x)[0].float()
-        top = self._logits.topk(event.view.moe.top_k + 1, dim=-1).values[real]
-        gap = top[:, -2] - top[:, -1]
-        self.tied = gap <= TIE_ULPS * bf16_ulp(top[:, -2])
-
-    def out(self, swap: torch.Tensor | None = None) -> torch.Tensor:
-        """The MoE block's all-reduced output of the real rows; ``swap`` rows take their k+1-th expert for the k-th."""
-        block = self._event.view.moe.block
-        if swap is None:
-            partial = block(self._x.clone(), self._event.forward_batch)
-        else:
-            rows = torch.zeros_like(self._real)
-            rows[self._real] = swap
-            with _replaced(block, "topk", self._swapped_topk(block.topk, rows)):
-                partial = block(self._x.clone(), self._event.forward_batch)
-        return self._all_reduce(partial)[self._real].clone()
-
-    def _swapped_topk(self, topk: Any, rows: torch.Tensor) -> Any:
-        def select(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
-            picked = topk(hidden_states, router_logits)
-            logits = router_logits.float()
-            best = logits.topk(picked.topk_ids.shape[1] + 1, dim=-1).indices
-            ids = torch.where(rows.unsqueeze(1), torch.cat([best[:, :-2], best[:, -1:]], dim=1), picked.topk_ids.long())
-            weights = torch.softmax(logits.gather(1, ids), dim=-1)
-            return picked._replace(topk_ids=ids.to(picked.topk_ids.dtype), topk_weights=weights)
-
-        return select
-
-
-def bf16_ulp(value: torch.Tensor) -> torch.Tensor:
-    """The distance between neighbouring bf16 values at ``value`` (float32): 2^(exponent - 7)."""
-    _, exponent = torch.frexp(value.abs())
-    return torch.ldexp(torch.ones_like(value), exponent - 8)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sgl_amd_mono.common.check import TIED_SHARE
 from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, LaunchRecord, LogitVerdict, judge_logits
 from sgl_amd_mono.simulate.session import Outcome
 
 MIB = 2**20
-
-TIED_SHARE = 0.01
-"""Largest share of K2's rows that may have been compared by the other pick of a tie."""
 
 
 @dataclass

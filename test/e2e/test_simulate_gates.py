@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_amd_mono.common.check import Difference, bf16_ulp, difference, failures
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.simulate import report
-from sgl_amd_mono.simulate.compare import (
-    NOISE_MULTIPLE,
-    Difference,
-    LaunchRecord,
-    bf16_ulp,
-    difference,
-    digest,
-    failures,
-    judge_logits,
-)
+from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, LaunchRecord, digest, judge_logits
 from sgl_amd_mono.simulate.session import Options, Outcome
 
 
