@@ -100,21 +100,26 @@ PK(v_pk_fma_f16, 3, 1, fma_f16(HALF(a), HALF(b), HALF(c)))
 PK(v_pk_minimum3_f16, 3, 1, to_f16(u2f(minimum_f32(minimum_f32(f2u(HALF(a)), f2u(HALF(b))), f2u(HALF(c))))))
 PK(v_pk_maximum3_f16, 3, 1, to_f16(u2f(maximum_f32(maximum_f32(f2u(HALF(a)), f2u(HALF(b))), f2u(HALF(c))))))
 
-// d(32) = c(32) + a.lo * b.lo + a.hi * b.hi. Order of the sum: this simulator's choice (f32, low product first).
-#define DOT(name, acc, conv)                                                                                           \
+// d(32) = c(32) + a.lo * b.lo + a.hi * b.hi; the products are exact in f32. Order of the sums as in the CDNA4 ISA's pseudo
+// code: c, low, high, but for v_dot2_f32_bf16: low, high, c.
+#define LO(conv) conv(pl[0][l]), conv(pl[1][l])
+#define HI(conv) conv(ph[0][l]), conv(ph[1][l])
+#define C_FIRST(conv, c) __builtin_fmaf(HI(conv), __builtin_fmaf(LO(conv), c))
+#define C_LAST(conv, c) (__builtin_fmaf(HI(conv), __builtin_fmaf(LO(conv), 0.0f)) + (c))
+#define DOT(name, acc, conv, order)                                                                                    \
     static const Ins *op_##name(Wave *w, const Ins *i) {                                                               \
         vrow tc ALIGN64;                                                                                               \
         PK_SETUP(2, 1)                                                                                                 \
         uint32_t *d = w->v[i->dst];                                                                                    \
         const uint32_t *c = acc ? d : src32(w, i, 2, tc);                                                              \
-        EACH(nan_f32(__builtin_fmaf(conv(ph[0][l]), conv(ph[1][l]), __builtin_fmaf(conv(pl[0][l]), conv(pl[1][l]), u2f(c[l]))))) \
+        EACH(nan_f32(order(conv, u2f(c[l]))))                                                                          \
         return i + 1;                                                                                                  \
     }
 #define BF16(x) u2f((uint32_t)(x) << 16)
-DOT(v_dot2_f32_f16, 0, HALF)
-DOT(v_dot2c_f32_f16, 1, HALF)
-DOT(v_dot2_f32_bf16, 0, BF16)
-DOT(v_dot2c_f32_bf16, 1, BF16)
+DOT(v_dot2_f32_f16, 0, HALF, C_FIRST)
+DOT(v_dot2c_f32_f16, 1, HALF, C_FIRST)
+DOT(v_dot2_f32_bf16, 0, BF16, C_LAST)
+DOT(v_dot2c_f32_bf16, 1, BF16, C_FIRST)
 
 // v_fma_mix: op_sel_hi says f16, op_sel its half; neg_hi is abs, neg_lo neg.
 static void mix_source(Wave *w, const Ins *i, int k, uint32_t *o) {

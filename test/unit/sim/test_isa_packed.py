@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -199,8 +200,6 @@ DOTS: dict[str, tuple[Format, bool]] = {
 
 @covers(*DOTS)
 def test_dot_products_of_pairs() -> None:
-    from fractions import Fraction
-
     rng = np.random.default_rng(11)
     a, b, c = (rng.integers(-40, 41, (128, 2)) for _ in range(3))
     for name, (fmt, accumulates) in DOTS.items():
@@ -215,6 +214,18 @@ def test_dot_products_of_pairs() -> None:
         for lane, got in enumerate(out.v["v10"].tolist()):
             want = F32.round(Fraction(int((a[lane] * b[lane]).sum() + c[lane, 0])))
             assert got == want, f"{line}: lane {lane}: {got:#x}, expected {want:#x}"
+
+
+@covers(*DOTS)
+def test_dot_products_sum_in_the_documented_order() -> None:
+    """2^24 - 2^24 + 1 shows the order: 1 where the third operand comes first, 0 where the products are summed first."""
+    for name, (fmt, accumulates) in DOTS.items():
+        big, one = fmt.round(Fraction(4096)), fmt.round(Fraction(1))
+        word = big | one << 16
+        c = F32.round(Fraction(-(2**24)))
+        line = f"{name} v10, v20, v20" + ("" if accumulates else ", v22")
+        out = run([line], v={20: word, 22: c, 10: c}, out_v=[10])
+        assert int(out.v["v10"][0]) == (0 if name == "v_dot2_f32_bf16" else F32.round(Fraction(1))), name
 
 
 @covers("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
