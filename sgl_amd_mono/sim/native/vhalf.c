@@ -105,7 +105,7 @@ PK(v_pk_maximum3_f16, 3, 1, to_f16(u2f(maximum_f32(maximum_f32(f2u(HALF(a)), f2u
 #define LO(conv) conv(pl[0][l]), conv(pl[1][l])
 #define HI(conv) conv(ph[0][l]), conv(ph[1][l])
 #define C_FIRST(conv, c) __builtin_fmaf(HI(conv), __builtin_fmaf(LO(conv), c))
-#define C_LAST(conv, c) (__builtin_fmaf(HI(conv), __builtin_fmaf(LO(conv), 0.0f)) + (c))
+#define C_LAST(conv, c) (__builtin_fmaf(HI(conv), conv(pl[0][l]) * conv(pl[1][l])) + (c))
 #define DOT(name, acc, conv, order)                                                                                    \
     static const Ins *op_##name(Wave *w, const Ins *i) {                                                               \
         vrow tc ALIGN64;                                                                                               \
