@@ -14,12 +14,14 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
+from sgl_amd_mono.common.sync import ERROR_OFFSET, FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 
 UNCACHED = 0x3  # hipDeviceMallocUncached
 IPC_LAZY_PEER_ACCESS = 0x1  # hipIpcMemLazyEnablePeerAccess
 IPC_HANDLE_BYTES = 64
+COPY_HOST_TO_DEVICE = 1  # hipMemcpyHostToDevice
 COPY_DEVICE_TO_HOST = 2  # hipMemcpyDeviceToHost
+STREAM_NON_BLOCKING = 1  # hipStreamNonBlocking
 PEER_ALIGN = 4096
 
 
@@ -44,6 +46,9 @@ class PeerBuffer(Protocol):
 
     def fault_state(self) -> FaultState:
         """Decoded fault block of this rank's buffer."""
+
+    def mark_failed(self) -> None:
+        """Set the error word of every rank: the step is lost, and each launch that waits or comes leaves at once."""
 
     def close(self) -> None:
         """Release; every rank must call it. A second call does nothing."""
@@ -115,6 +120,21 @@ class HipApi:
         self._check("hipMemcpy", status)
         return bytes(target)
 
+    def write(self, address: int, data: bytes, stream: int) -> None:
+        """Copy to device memory on a stream of its own; kernels that run meanwhile see it."""
+        source = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        size, kind = ctypes.c_size_t(len(data)), COPY_HOST_TO_DEVICE
+        status = self._lib.hipMemcpyAsync(ctypes.c_void_p(address), source, size, kind, ctypes.c_void_p(stream))
+        self._check("hipMemcpyAsync", status)
+        self._check("hipStreamSynchronize", self._lib.hipStreamSynchronize(ctypes.c_void_p(stream)))
+
+    def stream(self) -> int:
+        """A stream that waits for no other (hipStreamNonBlocking)."""
+        pointer = ctypes.c_void_p()
+        flags = ctypes.c_uint(STREAM_NON_BLOCKING)
+        self._check("hipStreamCreateWithFlags", self._lib.hipStreamCreateWithFlags(ctypes.byref(pointer), flags))
+        return int(pointer.value or 0)
+
 
 class HipPeerBuffer:
     """Peer buffer in GPU memory. All ranks construct it with the same ``nbytes``.
@@ -182,6 +202,15 @@ class HipPeerBuffer:
         """Decoded fault block of this rank's buffer; waits for the device."""
         words = memoryview(self._api.read(self._own, FAULT_BLOCK_BYTES)).cast("i")
         return decode_fault_block(list(words))
+
+    def mark_failed(self) -> None:
+        """Set the error word of every rank, from the host. An error of HIP here must not hide the one that led here."""
+        word = (1 + self._group.rank).to_bytes(4, "little")
+        with contextlib.suppress(PeerError):
+            stream = self._api.stream()  # the launches that hang hold the other streams
+            for address in self.addresses:
+                with contextlib.suppress(PeerError):
+                    self._api.write(address + ERROR_OFFSET, word, stream)
 
     def close(self) -> None:
         """Unmap the peers' buffers, wait until every rank has, then free the own one."""

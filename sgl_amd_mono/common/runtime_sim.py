@@ -41,7 +41,7 @@ from sgl_amd_mono.common.runtime import (
     argument_values,
     deadline_ticks,
 )
-from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
+from sgl_amd_mono.common.sync import ERROR_OFFSET, FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 
 # Where a rank sees the peer buffers: an area that no process's heap uses, different for every viewing rank, so that
 # a pointer of another rank's table is an access outside the registered memory.
@@ -626,7 +626,23 @@ class SimulatorPeerBuffer:
             Block(address, nbytes, f"peer{owner}", "mailbox", place.host_address, place.shared, (), True)
             for owner, (address, place) in enumerate(zip(self.addresses, owners, strict=True))
         ]
+        self._owners = list(owners)
         space.peer_blocks.extend(self._blocks)
+
+    def mark_failed(self) -> None:
+        """Set the error word of every rank, from the host; a rank whose process is gone is passed over."""
+        word = (1 + self._space.rank).to_bytes(4, "little")
+        for rank, owner in enumerate(self._owners):
+            if rank == self._space.rank:
+                ctypes.memmove(self.tensor.data_ptr() + ERROR_OFFSET, word, len(word))
+            elif owner.shared is not None:
+                with contextlib.suppress(LaunchError):
+                    file = _MappedFile(owner.shared)
+                    ctypes.memmove(file.address + owner.shared.offset + ERROR_OFFSET, word, len(word))
+                    file.close()
+            elif not self._space.shared:
+                ctypes.memmove(owner.host_address + ERROR_OFFSET, word, len(word))
+            # else: private memory of the process that simulates; it sees that this rank does not come
 
     def fault_state(self) -> FaultState:
         """Decoded fault block of this rank's buffer."""

@@ -6,8 +6,8 @@ Every name it reads is declared in `sglang_names.py` and checked by test/unit/te
 * the tensor-parallel group (`RankGroup`), environment variables and config (`env_value`, `text_config`);
 * the loaded model as neutral views: `read_model` -> `ModelView` of `GdnView` / `AttentionView`, one a layer, holding
   the parameters themselves: a pointer read at launch is the current one even after SGLang swapped a parameter's data;
-* the step: `StatePools` (conv and SSM pools, state indices, prefix-cache tracking), `attention_core`, `run_embedding`,
-  `input_norm`, `finish`.
+* the step: `StatePools` (conv and SSM pools, state indices, prefix-cache tracking), `attention_core`, `gdn_core`,
+  `run_embedding`, `input_norm`, `finish`; for check mode `all_reduce` and `after_replay`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sgl_amd_mono.common.refusals import by_layer, reason
+from sgl_amd_mono.common.substitute import replaced
 
 UNKNOWN = object()  # env_value of a variable that this SGLang does not have
 
@@ -72,6 +73,14 @@ def env_value(name: str) -> Any:
 
     variable = getattr(envs, name, None)
     return UNKNOWN if variable is None else variable.get()
+
+
+def verify_tokens() -> int | None:
+    """Tokens a request of this server's verify steps; None where it decodes without speculation."""
+    from sglang.srt.runtime_context import get_spec
+
+    config = get_spec()
+    return None if config.speculative_algorithm is None else int(config.speculative_num_draft_tokens or 1)
 
 
 def text_config(hf_config: Any) -> Any:
@@ -318,10 +327,14 @@ class StatePools:
         self._states: dict[int, LayerState] = {}
         self._linear: Any = None
 
-    def begin(self, rows: int) -> torch.Tensor | None:
-        """Bind to the running step's attention backend and return its state indices, int32 [>= rows].
+    def begin(self, requests: int, *, bind: bool = True) -> torch.Tensor | None:
+        """Bind to the running step's attention backend and return its state indices, int32 [>= requests].
 
-        Slot 0 and negative indices mark pad rows. None for a model without GDN layers.
+        Slot 0 and negative indices mark pad requests. None for a model without GDN layers.
+
+        Args:
+            requests: padded requests of the step.
+            bind: whether K1 will read the pools; without it only the indices are looked up.
 
         Raises:
             StateLayoutError: a pool or the indices have a layout that the kernels cannot read.
@@ -332,17 +345,18 @@ class StatePools:
 
         backend = get_attn_backend()
         linear = getattr(backend, "linear_attn_backend", backend)
-        pool = linear.req_to_token_pool
-        cache = pool.mamba_pool.mamba_cache
-        anchor = (id(linear), id(cache), cache.temporal.data_ptr(), cache.conv[0].data_ptr())
-        if anchor != self._anchor:
-            self._bind(pool)
-            self._linear, self._anchor = linear, anchor
+        if bind:
+            pool = linear.req_to_token_pool
+            cache = pool.mamba_pool.mamba_cache
+            anchor = (id(linear), id(cache), cache.temporal.data_ptr(), cache.conv[0].data_ptr())
+            if anchor != self._anchor:
+                self._bind(pool)
+                self._linear, self._anchor = linear, anchor
         indices = linear.forward_metadata.mamba_cache_indices
-        if indices.dtype is not torch.int32 or indices.stride(-1) != 1 or indices.numel() < rows:
+        if indices.dtype is not torch.int32 or indices.stride(-1) != 1 or indices.numel() < requests:
             raise StateLayoutError(
                 f"state indices: found {indices.dtype} of shape {tuple(indices.shape)}, strides {indices.stride()}; "
-                f"needed: contiguous torch.int32, at least {rows} of them; fix: use the SGLang version that "
+                f"needed: contiguous torch.int32, at least {requests} of them; fix: use the SGLang version that "
                 "`sgl-amd-mono doctor` names"
             )
         return indices
@@ -384,9 +398,9 @@ def step_positions(model: Any, positions: torch.Tensor, forward_batch: Any) -> t
 
 
 def input_norm(
-    view: AttentionView, hidden: torch.Tensor, residual: torch.Tensor | None
+    view: AttentionView | GdnView, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SGLang's input norm of an attention layer.
+    """SGLang's input norm of a layer.
 
     Args:
         hidden: bf16 [rows, H], the previous layer's output.
@@ -417,6 +431,40 @@ def attention_core(
     q, k, v, gate = layer._prepare_qkv_gate(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
     core = layer.attn(q, k, v, forward_batch)
     return fused_sigmoid_mul(core, gate, inplace=True).contiguous()
+
+
+def gdn_core(view: GdnView, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    """SGLang's GDN layer up to, not including, out_proj, which is the identity for the duration of the call.
+
+    Args:
+        hidden: bf16 [rows, H], the normed input.
+
+    Returns:
+        bf16 [rows, core width], contiguous. States are updated as SGLang does it in this step's mode.
+    """
+    with replaced(view.module.linear_attn, "out_proj", lambda core: (core, None)):
+        return view.module.linear_attn(hidden, forward_batch).contiguous()
+
+
+def all_reduce(partial: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' partials by SGLang's own all-reduce."""
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(partial)
+
+
+def after_replay(model: Any, replayed: Callable[[int], None]) -> None:
+    """Call `replayed(batch size of the graph)` after each replay of a decode graph of `model`, inside its context."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    original = DecodeCudaGraphRunner._process_output_after_replay
+
+    def process(self: Any, output: Any, forward_batch: Any) -> Any:
+        if self.model_runner.model is model:
+            replayed(int(self._replay_graph_key.size))
+        return original(self, output, forward_batch)
+
+    DecodeCudaGraphRunner._process_output_after_replay = process
 
 
 def finish(

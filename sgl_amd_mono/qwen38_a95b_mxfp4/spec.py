@@ -28,11 +28,12 @@ from sglang.kernels.plugin_kernels.amd.spec import (
     Requirements,
 )
 
-from sgl_amd_mono.common import state
+from sgl_amd_mono.common import check, state
 from sgl_amd_mono.common.flydsl_version import flydsl_reasons
 from sgl_amd_mono.common.geometry import GeometryError
 from sgl_amd_mono.common.refusals import Weight, by_layer, reason, weight_reasons
 from sgl_amd_mono.common.runtime import Runtime, RuntimeRequest, hip_runtime
+from sgl_amd_mono.qwen38_a95b_mxfp4.check import attach as attach_check
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MX_BLOCK, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.step import MAX_LAYERS, Step, build_step
 
@@ -44,8 +45,8 @@ API_VERSION = 1
 #: Rows of a step that the kernels are built for. SGLang captures each of them below its ceiling.
 WIDTHS = tuple(range(1, 9))
 
-#: SGLang features that change nothing the kernels read or write. Each other feature is refused at start.
-FEATURES: frozenset[Feature] = frozenset()
+#: SGLang features that are served. Speculative decoding: K2 runs the verify steps. Each other is refused at start.
+FEATURES: frozenset[Feature] = frozenset({Feature.SPECULATIVE_DECODING})
 
 #: Bounds of each launch against SGLang's own layer on the same inputs, in the contract's names. K1's residual is bit
 #: for bit SGLang's; K2's bounds leave room for SGLang's fused MoE kernel, seen at cosine 0.9984 while healthy.
@@ -171,12 +172,20 @@ def config_reasons(
         reasons.append(
             reason("config.num_hidden_layers", layers, f"at most {MAX_LAYERS}, one tag slot a layer", OTHER_CHECKPOINT)
         )
-    reasons += _argument_reasons(cfg, config)
+    reasons += _argument_reasons(cfg, config) + _check_reasons()
     for name, (need, why) in environment.items():
         found = state.env_value(name)
         if found is not state.UNKNOWN and found != need:
             reasons.append(reason(name, found, f"{need}: {why}", f"set {name}={int(need)}"))
     return reasons + (flydsl_reasons() if check_flydsl else [])
+
+
+def _check_reasons() -> list[str]:
+    try:
+        check.asked()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _argument_reasons(cfg: Any, config: Any) -> list[str]:
@@ -187,7 +196,8 @@ def _argument_reasons(cfg: Any, config: Any) -> list[str]:
             reason("GDN decode backend", repr(backend), "'triton', whose state layout K1 reads",
                    "--linear-attn-decode-backend triton")
         )  # fmt: skip
-    if cfg.enable_linear_replayssm:
+    decodes = cfg.speculative_algorithm is None  # else no K1 is built: SGLang's own GDN keeps the states
+    if decodes and cfg.enable_linear_replayssm:
         reasons.append(
             reason("--enable-linear-replayssm", "on", "off: K1 updates the state in place",
                    "start without --enable-linear-replayssm")
@@ -214,12 +224,12 @@ def _argument_reasons(cfg: Any, config: Any) -> list[str]:
                    "--disable-shared-experts-fusion")
         )  # fmt: skip
     conv, ssm = state.pool_dtypes(cfg, config)
-    if ssm not in STATE_DTYPES:
+    if decodes and ssm not in STATE_DTYPES:
         reasons.append(
             reason("SSM state dtype", ssm, "torch.float32 or torch.bfloat16, the ones tested for drift",
                    "--mamba-ssm-dtype float32")
         )  # fmt: skip
-    if conv is not torch.bfloat16:
+    if decodes and conv is not torch.bfloat16:
         reasons.append(
             reason("conv state dtype", conv, "torch.bfloat16", "unset SGLANG_MAMBA_CONV_DTYPE")
         )  # fmt: skip
@@ -417,7 +427,7 @@ def make_spec(
         geometry, reasons = choose(geometries, group.size, hf_config)
         if geometry is None:  # SGLang asks model_disable_reasons first
             raise ValueError(f"{name}: " + "; ".join(reasons))
-        return build_step(
+        step = build_step(
             model=model,
             hf_config=hf_config,
             geometry=geometry,
@@ -428,7 +438,11 @@ def make_spec(
             deadline_s=ctx.deadline_s,
             stop=stop,
             name=name,
+            verify_tokens=state.verify_tokens(),
         )
+        if check.asked():
+            attach_check(step, NUMERICS.bounds)
+        return step
 
     return MonoSpec(
         name=name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The object that `SPEC.build` returns: it runs a routed decode step as K1 and K2 launches.
+"""The object that `SPEC.build` returns: it runs a routed decode or verify step as K1 and K2 launches.
 
 One step of `w` rows, in order:
 
@@ -9,6 +9,9 @@ One step of `w` rows, in order:
 3. an attention layer: SGLang's input norm and attention up to o_proj -> core, then K2;
 4. final norm and logits, by SGLang, for every row, padded ones included.
 
+A verify step (NEXTN / MTP, several tokens a request) runs K2 alone: K1 keeps one state a request, and a rejected draft
+token must roll its state back. SGLang's own GDN runs up to out_proj there, and a server that speculates builds no K1.
+
 All kernels, buffers and argument lists are made once, at build. A step allocates nothing, reads nothing back and counts
 nothing on the host, so it can be captured in a graph. Pointers of weights and pools are read when a kernel is launched.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +42,8 @@ K1_SLOT, K2_SLOT = gdn.GdnKey.slot_base, layer.LayerKey.slot_base
 MAX_LAYERS = min(K2_SLOT - K1_SLOT, 255 - K2_SLOT)
 
 RUN, WARM_UP = 1, 0  # the kernels' `mode` argument
+
+DECODE, VERIFY = "decode", "target_verify"  # the contract's names of a step's mode
 
 
 class StepFault(RuntimeError):
@@ -97,6 +102,7 @@ class WidthLaunches:
         hidden: bf16 [w, H], K2's output.
         residuals: two bf16 [w, H]: a launch reads one and writes the other.
         core: bf16 [w, core width], K1's output.
+        row_index: int32 [w], in a verify step the state index of each row's request.
     """
 
     k1: dict[int, BoundLaunch]
@@ -104,6 +110,7 @@ class WidthLaunches:
     hidden: torch.Tensor
     residuals: tuple[torch.Tensor, torch.Tensor]
     core: torch.Tensor
+    row_index: torch.Tensor
 
     def other_residual(self, used: torch.Tensor | None) -> torch.Tensor:
         """A residual buffer that is not `used`."""
@@ -119,6 +126,7 @@ class Step:
         launches: kernel name -> built kernel, of every width.
         steps: steps run here so far; steps that SGLang's own forward ran instead are in `passed_on`.
         before_launch, observers: called with a LaunchEvent before and after each launch while not empty.
+        closing: called when the step object is closed.
     """
 
     def __init__(
@@ -134,16 +142,18 @@ class Step:
         peers: PeerBuffer,
         keys: Sequence[Any],
         stop: bool,
+        modes: tuple[str, ...] = (DECODE, VERIFY),
     ) -> None:
         self.view, self.geometry, self.runtime = view, geometry, runtime
         self.before_launch: list[Callable[[LaunchEvent], None]] = []
         self.observers: list[Callable[[LaunchEvent], None]] = []
+        self.closing: list[Callable[[], None]] = []
         self.steps = self.passed_on = 0
         self.launches = {
             str(bound.kernel): bound.kernel for at in widths.values() for bound in (*at.k1.values(), *at.k2.values())
         }
         self._original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
-        self.peers, self._keys, self._stop = peers, tuple(keys), stop
+        self.peers, self._keys, self._stop, self._modes = peers, tuple(keys), stop, modes
 
     @torch.no_grad()
     def forward(
@@ -160,13 +170,14 @@ class Step:
         """Run a routed step; takes and returns what the model's own forward does.
 
         A step that is not covered (given embeddings, pipeline input, embedding output, aux hidden states, another mode
-        than decode) runs SGLang's own forward. The choice depends on nothing that differs between ranks.
+        than decode or verify) runs SGLang's own forward. The choice depends on nothing that differs between ranks.
 
         Raises:
             StateLayoutError: at the first step, where a state pool does not fit.
             StepFault: a `stop=False` build lost a wait; a `stop=True` build ends the process with a GPU fault instead.
         """
-        at = self._widths.get(plan.key.rows) if plan.key.forward_mode == "decode" else None
+        key = plan.key
+        at = self._widths.get(key.rows) if key.forward_mode in self._modes else None
         extra = (input_embeds, pp_proxy_tensors, get_embedding, *more.values())
         if at is None or not state.covers_call(self.view.model, extra):
             self.passed_on += 1
@@ -180,22 +191,40 @@ class Step:
                 **more,
             )
         self.steps += 1
-        model, rows = self.view.model, plan.key.rows
-        indices = self._pools.begin(rows)
+        try:
+            hidden, residual = self._layers(at, key, input_ids, positions, forward_batch)
+        except BaseException:
+            self.peers.mark_failed()  # the others wait in a launch that this rank never joins
+            raise
+        if not self._stop:
+            self._raise_fault()
+        return state.finish(self.view.model, input_ids, hidden, residual, forward_batch)
+
+    def _layers(
+        self, at: WidthLaunches, key: Any, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and every layer: (hidden, residual) of the last one."""
+        model, verify = self.view.model, key.forward_mode == VERIFY
+        indices = self._pools.begin(key.batch_size, bind=not verify)
+        if verify and indices is not None:
+            per_request = at.row_index.view(key.batch_size, key.tokens_per_request)
+            per_request.copy_(indices[: key.batch_size].unsqueeze(1).expand_as(per_request))
+            indices = at.row_index
         positions = state.step_positions(model, positions, forward_batch)
         hidden = state.run_embedding(model, input_ids)
         residual: torch.Tensor | None = None
         self._epoch.add_(1)
         for view in self.view.layers:
-            if view.kind == "gdn":
+            if view.kind == "gdn" and not verify:
                 core, residual = self._gdn_front(at, view, hidden, residual, indices, forward_batch)
             else:
                 normed, residual = state.input_norm(view, hidden, residual)
-                core = state.attention_core(view, positions, normed, forward_batch)
+                if view.kind == "gdn":
+                    core = state.gdn_core(view, normed, forward_batch)
+                else:
+                    core = state.attention_core(view, positions, normed, forward_batch)
             hidden, residual = self._layer_tail(at, view, core, residual, indices, forward_batch)
-        if not self._stop:
-            self._raise_fault()
-        return state.finish(model, input_ids, hidden, residual, forward_batch)
+        return hidden, residual
 
     def _gdn_front(
         self,
@@ -262,6 +291,8 @@ class Step:
 
     def close(self) -> None:
         """Release the peer memory and what the runtime holds."""
+        for closing in self.closing:
+            closing()
         self.runtime.close()
 
 
@@ -277,8 +308,11 @@ def build_step(
     deadline_s: float,
     stop: bool,
     name: str,
+    verify_tokens: int | None = None,
 ) -> Step:
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
+
+    With `verify_tokens` the server runs verify steps of so many tokens a request, and no K1 is built.
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
@@ -288,11 +322,12 @@ def build_step(
     """
     view = state.read_model(model)
     device = next(model.parameters()).device
-    ssm_dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[state.pool_dtypes(None, hf_config)[1]]
+    ssm_dtype = str(state.pool_dtypes(None, hf_config)[1]).removeprefix("torch.")
     runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
 
     # one K1 for a first layer without residual and one for the others, each only where the model has such a layer
-    firsts = sorted({view_.layer == 0 for view_ in view.layers if view_.kind == "gdn"})
+    with_k1 = verify_tokens is None
+    firsts = sorted({view_.layer == 0 for view_ in view.layers if view_.kind == "gdn"}) if with_k1 else []
     keys: list[Any] = []
     for width in widths:
         keys += [gdn.GdnKey(geometry, width, first_layer=f, state_dtype=ssm_dtype, stop=stop) for f in firsts]
@@ -320,12 +355,13 @@ def build_step(
             hidden=rows(geometry.hidden, "hidden"),
             residuals=(rows(geometry.hidden, "residual.a"), rows(geometry.hidden, "residual.b")),
             core=rows(geometry.core_width, "core"),
+            row_index=runtime.zeros(4 * width, f"row_index.w{width}")[: 4 * width].view(torch.int32),
         )
         k2_kernel = kernels[layer.LayerKey(geometry, width, stop=stop)]
         k1_scratch = runtime.zeros(gdn.scratch_bytes(geometry, width), f"k1.scratch.w{width}")
         k2_scratch = runtime.zeros(layer.scratch_bytes(geometry, width), f"k2.scratch.w{width}")
         for v in view.layers:
-            if v.kind == "gdn":
+            if v.kind == "gdn" and with_k1:
                 key = gdn.GdnKey(geometry, width, first_layer=v.layer == 0, state_dtype=ssm_dtype, stop=stop)
                 fixed = shared | _k1_weights(v)
                 fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
@@ -343,6 +379,7 @@ def build_step(
     bound = agree(group, f"{name}: buffers", lambda: {width: bind(width) for width in widths})
     agree(group, f"{name}: warm-up", lambda: _warm_up(runtime, bound, kernels))
     pools = state.StatePools(view.gdn_layers, lambda _, found, slots: pool_reasons(found, geometry, ssm_dtype, slots))
+    logger.info("rank %d: %s: %s", group.rank, name, describe_launches(kernels, verify_tokens))
     return Step(
         view=view,
         original=model.forward,
@@ -354,7 +391,32 @@ def build_step(
         peers=peers,
         keys=keys,
         stop=stop,
+        modes=(DECODE, VERIFY) if with_k1 else (VERIFY,),
     )
+
+
+def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) -> str:
+    """One line: the launches that were built, with their widths and what they occupy (largest over the widths)."""
+    groups: dict[str, list[Any]] = {}
+    for key in kernels:
+        first = " of the first layer" if getattr(key, "first_layer", False) else ""
+        states = f" with {key.state_dtype} state" if hasattr(key, "state_dtype") else ""
+        groups.setdefault(key.launch + first + states, []).append(key)
+    parts = []
+    for launch, keys in sorted(groups.items()):
+        text = f"{launch}, widths {', '.join(str(key.width) for key in keys)}"
+        artifacts = [artifact for key in keys if (artifact := getattr(kernels[key], "artifact", None))]
+        if artifacts:
+            most = {n: max(getattr(a.resources, n) for a in artifacts) for n in ("vgprs", "sgprs", "lds_bytes")}
+            text += f" ({most['vgprs']} VGPRs, {most['sgprs']} SGPRs, {most['lds_bytes']} B of LDS"
+            text += f", {artifacts[0].grid} x {artifacts[0].block} threads)"
+        parts.append(text)
+    if verify_tokens is not None:
+        parts.append(
+            f"no k1: steps verify {verify_tokens} tokens a request, and k1 keeps no state a draft token; "
+            "SGLang's own GDN runs up to out_proj"
+        )
+    return "; ".join(parts)
 
 
 def _k1_weights(view: state.GdnView) -> dict[str, Any]:

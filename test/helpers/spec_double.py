@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
+from sgl_amd_mono.common.sync import ERROR_OFFSET, FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn_naive, layer_naive
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
@@ -40,6 +40,9 @@ class DoublePeers:
 
     def fault_state(self) -> FaultState:
         return decode_fault_block(self.memory[:FAULT_BLOCK_BYTES].view(torch.int32).tolist())
+
+    def mark_failed(self) -> None:
+        self.memory[ERROR_OFFSET] = 1
 
     def close(self) -> None:
         self.closed = True
@@ -128,7 +131,12 @@ class DoubleRuntime:
 RUNTIMES: list[DoubleRuntime] = []
 
 
-def _factory(request: Any) -> DoubleRuntime:
+FACTORY: Any = None  # another runtime factory, set before SGLang loads the model
+
+
+def _factory(request: Any) -> Any:
+    if FACTORY is not None:
+        return FACTORY(request)
     RUNTIMES.append(DoubleRuntime(request))
     return RUNTIMES[-1]
 

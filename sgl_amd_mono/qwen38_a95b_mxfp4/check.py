@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How K1 and K2 are compared with SGLang's own layer: the model's part of check mode and of `simulate`.
+
+* K1 against SGLang's input norm and GDN layer up to out_proj, on the same rows and state rows. SGLang has no seam
+  before out_proj, so it is replaced by the identity for the duration of the call; the prefix cache's copies are off.
+* K2 against SGLang's out_proj / o_proj, all-reduce, post norm, MoE block and all-reduce.
+
+State rows are put back, and `forward_batch.residual_stream` is as before. A row outside K2's bounds whose k-th and
+(k+1)-th router logits are a tie (`common.check.tied`) is set aside if it agrees with the other pick: both are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from sgl_amd_mono.common import state
+from sgl_amd_mono.common.check import Checker, Compared, Kept, row_differences, tied, within
+from sgl_amd_mono.common.substitute import replaced
+
+#: Launch -> argument with the rows' state indices.
+INDEX = {"k1": "state_index", "k2": "row_index"}
+
+
+def kept_before(event: Any) -> Kept:
+    """Copies of what a launch reads, and of the state rows that it will overwrite."""
+    args, width = event.args, event.width
+    inputs = {"index": args[INDEX[event.kind]][:width].clone(), "residual": _rows(args["residual"], width)}
+    if event.kind == "k1":
+        inputs["hidden"] = _rows(args["hidden"], width)
+        inputs |= _state_rows(args["conv_state"], args["ssm_state"], inputs["index"])
+        inputs |= {"conv_pool": args["conv_state"], "ssm_pool": args["ssm_state"]}
+    else:
+        inputs["core"] = _rows(args["core"], width)
+    return Kept(event.kind, event.layer, inputs, event.view, event.forward_batch)
+
+
+def kept_after(event: Any, kept: Kept) -> None:
+    """Copies of what the launch wrote."""
+    args, width = event.args, event.width
+    kept.outputs = {"res_out": _rows(args["residual_out"], width)}
+    if event.kind == "k1":
+        kept.outputs["core"] = _rows(args["core"], width)
+        kept.outputs |= _state_rows(args["conv_state"], args["ssm_state"], kept.inputs["index"])
+    else:
+        kept.outputs["out"] = _rows(args["out"], width)
+
+
+def _rows(value: Any, width: int) -> Any:
+    """A copy of a step's rows; None for the residual that a first layer has not."""
+    return value[:width].clone() if isinstance(value, torch.Tensor) else None
+
+
+def _slots(index: torch.Tensor) -> torch.Tensor:
+    """Pool rows of the state indices; pad rows (negative ones too) stand at the reserved slot 0."""
+    return index.clamp(min=0).long()
+
+
+def _state_rows(conv: torch.Tensor, ssm: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
+    slots = _slots(index)
+    return {"conv": conv[slots], "state": ssm[slots]}
+
+
+@contextlib.contextmanager
+def untouched(forward_batch: Any) -> Iterator[None]:
+    """SGLang's layers may run inside without leaving a trace in the batch: no residual stream, no state tracking."""
+    stream, mask = forward_batch.residual_stream, forward_batch.mamba_track_mask
+    forward_batch.mamba_track_mask = None
+    try:
+        yield
+    finally:
+        forward_batch.residual_stream, forward_batch.mamba_track_mask = stream, mask
+
+
+@torch.no_grad()
+def stock_front(kept: Kept) -> dict[str, torch.Tensor]:
+    """SGLang's input norm and GDN layer up to out_proj on K1's kept inputs.
+
+    Returns:
+        `core`, `res_out`, and the rows of `conv` and `state` after the step, all rows of the step. The pools are as
+        before the call.
+    """
+    inputs, layer = kept.inputs, kept.view.module
+    conv, ssm, slots = inputs["conv_pool"], inputs["ssm_pool"], _slots(inputs["index"])
+    now = conv[slots], ssm[slots]
+    conv[slots], ssm[slots] = inputs["conv"], inputs["state"]
+    try:
+        hidden = inputs["hidden"].clone()
+        if inputs["residual"] is None:
+            normed, residual = layer.input_layernorm(hidden), hidden
+        else:
+            normed, residual = layer.input_layernorm(hidden, inputs["residual"].clone())
+        with untouched(kept.forward_batch):
+            core = state.gdn_core(kept.view, normed, kept.forward_batch)
+        return {"core": core.clone(), "res_out": residual.clone(), "conv": conv[slots], "state": ssm[slots]}
+    finally:
+        conv[slots], ssm[slots] = now
+
+
+class StockTail:
+    """SGLang's output projection, post norm and MoE block on K2's kept inputs; all rows of the step.
+
+    Attributes:
+        residual: what the norm leaves, bf16 [rows, H].
+        tied: bool [rows], the rows that may pick either of two experts.
+    """
+
+    @torch.no_grad()
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        real = kept.inputs["index"] > 0
+        layer = kept.view.module
+        projection = layer.linear_attn.out_proj if kept.view.kind == "gdn" else layer.o_proj
+        # pad rows' core may hold anything, and SGLang's kernels would carry a NaN into shared sums
+        core = torch.where(real.unsqueeze(1), kept.inputs["core"], torch.zeros_like(kept.inputs["core"]))
+        partial, _ = projection(core)
+        attention = state.all_reduce(partial)
+        self._x, self.residual = layer.post_attention_layernorm(attention, kept.inputs["residual"].clone())
+        self.residual = self.residual.clone()
+        block = kept.view.moe.block
+        self.tied = tied(block.gate(self._x)[0].float(), kept.view.moe.top_k)
+
+    @torch.no_grad()
+    def out(self, swap: torch.Tensor | None = None) -> torch.Tensor:
+        """The MoE block's all-reduced output; `swap` rows (bool [rows]) take their k+1-th expert for the k-th."""
+        block, batch = self._kept.view.moe.block, self._kept.forward_batch
+        with untouched(batch), contextlib.ExitStack() as stack:
+            if swap is not None:
+                stack.enter_context(replaced(block, "topk", _swapped_topk(block.topk, swap)))
+            return state.all_reduce(block(self._x.clone(), batch)).clone()
+
+
+def _swapped_topk(topk: Any, rows: torch.Tensor) -> Any:
+    def select(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
+        picked = topk(hidden_states, router_logits)
+        logits = router_logits.float()
+        best = logits.topk(picked.topk_ids.shape[1] + 1, dim=-1).indices
+        ids = torch.where(rows.unsqueeze(1), torch.cat([best[:, :-2], best[:, -1:]], dim=1), picked.topk_ids.long())
+        weights = torch.softmax(logits.gather(1, ids), dim=-1)
+        return picked._replace(topk_ids=ids.to(picked.topk_ids.dtype), topk_weights=weights)
+
+    return select
+
+
+class LayerComparison:
+    """`common.check.Comparison` of this model's K1 and K2, by the bounds of its NUMERICS."""
+
+    def __init__(self, bounds: Mapping[str, float]) -> None:
+        self._bounds = bounds
+
+    def before(self, event: Any) -> Kept:
+        """See `kept_before`."""
+        return kept_before(event)
+
+    def after(self, event: Any, kept: Kept) -> None:
+        """See `kept_after`."""
+        kept_after(event, kept)
+
+    def compare(self, kept: Kept) -> Compared:
+        """Run SGLang's layer and compare the rows that hold a request."""
+        return self._front(kept) if kept.launch == "k1" else self._tail(kept)
+
+    @staticmethod
+    def _front(kept: Kept) -> Compared:
+        real = kept.inputs["index"] > 0
+        stock = stock_front(kept)
+        outputs = {name: row_differences(kept.outputs[name][real], stock[name][real]) for name in stock}
+        pads = (kept.outputs["core"] != 0).flatten(1).any(1) & ~real
+        wrong = [(row, "the core of a pad row is not zero") for row in pads.nonzero().flatten().tolist()]
+        return Compared(real.nonzero().flatten().tolist(), outputs, wrong=wrong)
+
+    def _tail(self, kept: Kept) -> Compared:
+        real = kept.inputs["index"] > 0
+        stock = StockTail(kept)
+        out, found = stock.out(), kept.outputs["out"]
+        # every rank must take the same way through the collectives below
+        aside = torch.zeros_like(real)
+        candidates = self._broken(found, out) & stock.tied & real
+        if any(state.tensor_parallel_group().all_gather(bool(candidates.any()))):
+            other = stock.out(swap=stock.tied)
+            aside = candidates & ~self._broken(found, other)
+        kept_rows = real & ~aside
+        outputs = {
+            "out": row_differences(found[kept_rows], out[kept_rows]),
+            "res_out": row_differences(kept.outputs["res_out"][kept_rows], stock.residual[kept_rows]),
+        }
+        return Compared(kept_rows.nonzero().flatten().tolist(), outputs, set_aside=int(aside.sum()))
+
+    def _broken(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """bool [rows]: the rows of K2's output that leave a bound."""
+        rows, broken = row_differences(found, wanted), torch.zeros(len(found), dtype=torch.bool, device=found.device)
+        for name, bound in self._bounds.items():
+            launch, output, metric = name.split(".")
+            if (launch, output) == ("k2", "out"):
+                keeps = [within(metric, value, bound) for value in getattr(rows, metric).tolist()]
+                broken |= ~torch.tensor(keeps, dtype=torch.bool, device=found.device)
+        return broken
+
+
+def attach(step: Any, bounds: Mapping[str, float]) -> Checker:
+    """Check every launch of `step`, eager ones at once and captured ones after each replay."""
+    group = state.tensor_parallel_group()
+    checker = Checker(LayerComparison(bounds), bounds, rank=group.rank)
+    checker.attach(step)
+    state.after_replay(step.view.model, checker.replayed)
+    return checker

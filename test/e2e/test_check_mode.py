@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check mode on SGLang's own model: batches within bounds, replayed steps, and planted mistakes that stop it.
+
+The launches run by their definitions, and as compiled on the simulator (in `make test` batches of 1 and 3 rows, eager
+and by the replay harness; with `--full` 8 rows and the planted mistakes too). The captured graph needs a gfx950.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import check_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAUNCHES = 7  # three GDN layers with K1 and K2, one attention layer with K2
+BOUNDS = ["k1.conv.cosine", "k1.core.cosine", "k1.res_out.max_abs", "k1.state.cosine", "k2.out.cosine", "k2.out.rel"]
+BATCHES = {"1 row": 1, "3 rows": 3, "3 of 4 rows": 3, "8 rows": 8}
+
+pytestmark = pytest.mark.xdist_group("big")
+
+
+def run(folder: Path, runtime: str, cases: list[str], **environment: str) -> dict[str, Any]:
+    """The named cases of `check_run`, in a process of their own."""
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "test"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, check_run.__file__, str(folder), runtime, ",".join(cases)],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    if done.returncode:
+        raise AssertionError(f"exit {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("double"), "double", list(check_run.CASES))
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("simulated"), "simulator", ["1 row", "3 rows", "replay"])
+
+
+@pytest.fixture(scope="module")
+def simulated_rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("rest"), "simulator", ["3 of 4 rows", "8 rows", *check_run.MISTAKES])
+
+
+def within_bounds(found: dict[str, Any], rows: int) -> None:
+    assert found["equal"], "checking changed the logits"
+    assert (found["steps"], found["launches"], found["rows"]) == (1, LAUNCHES, rows * LAUNCHES)
+    assert found["seen"] == BOUNDS, "every bound of NUMERICS was compared"
+    line, table = found["log"]
+    assert line.startswith(f"check step 1: {rows} rows, {LAUNCHES} launches within bounds, ")
+    assert table.startswith("rank 0: check mode: 1 steps") and len(table.splitlines()) == 2 + len(BOUNDS)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches_by_the_definitions(double: dict[str, Any], case: str) -> None:
+    within_bounds(double[case], BATCHES[case])
+
+
+@pytest.mark.parametrize("case", ["1 row", "3 rows"])
+def test_batches_on_the_simulator(simulated: dict[str, Any], case: str) -> None:
+    within_bounds(simulated[case], BATCHES[case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["3 of 4 rows", "8 rows"])
+def test_wider_batches_on_the_simulator(simulated_rest: dict[str, Any], case: str) -> None:
+    within_bounds(simulated_rest[case], BATCHES[case])
+
+
+#: planted mistake -> the line that must stop the server: layer, launch, row, metric, bound
+LINES = {
+    "weight": r"layer 1, launch k1, row \d: k1\.core\.cosine = -?0\.\d+, bound 0\.9999",
+    "scale": r"layer 2, launch k2, row \d: k2\.out\.rel = \d[\d.]*, bound 0\.15",
+    "residual": r"layer 2, launch k1, row \d: k1\.res_out\.max_abs = 0\.\d+, bound 0",
+    "state row": r"layer 0, launch k1, row 1: k1\.state\.cosine = 0\.\d+, bound 0\.9999",
+}
+
+
+def stopped(found: dict[str, Any], mistake: str) -> None:
+    error = found["error"]
+    assert error.startswith("CheckFailed: check mode, rank 0, step 1: ")
+    assert re.search(LINES[mistake], error), error
+    places = set(re.findall(r"layer \d+, launch k\d", error))
+    assert places == {LINES[mistake].split(", row")[0]}, "only the launch with the mistake is named"
+    assert error.removeprefix("CheckFailed: ") in found["log"] and "check mode: 0 steps" in found["log"][-1]
+    assert found["marked"], "the other ranks were not told"
+    assert found["steps"] == 0
+
+
+@pytest.mark.parametrize("mistake", LINES)
+def test_a_planted_mistake_stops_the_step(double: dict[str, Any], mistake: str) -> None:
+    stopped(double[mistake], mistake)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", LINES)
+def test_a_planted_mistake_stops_the_simulated_step(simulated_rest: dict[str, Any], mistake: str) -> None:
+    stopped(simulated_rest[mistake], mistake)
+
+
+@pytest.mark.parametrize("runtime", ["double", "simulated"])
+def test_replayed_steps_are_checked(runtime: str, request: pytest.FixtureRequest) -> None:
+    """The capture is not judged, a replay with other requests is; its logits are those of an eager step."""
+    found = request.getfixturevalue(runtime)["replay"]
+    assert found["judged in the capture"] == 0 and found["launches recorded"] == LAUNCHES
+    assert (found["steps"], found["launches"]) == (1, LAUNCHES)
+    assert found["equal to eager"] and not found["equal to the captured batch"]
+    assert found["log"][0].startswith(f"check step 1: 3 rows, {LAUNCHES} launches within bounds, ")
+    assert re.search(r"step 2: layer 1, launch k1, row \d: k1\.state\.cosine = -1, bound 0\.9999", found["spoiled"])
+
+
+def test_the_server_is_built_with_it(tmp_path: Path) -> None:
+    """`SGLANG_AMD_MONO_CHECK=1` at start attaches check mode; unset, the step keeps its plain method and no hook."""
+    on = run(tmp_path / "on", "double", ["installed"], SGLANG_AMD_MONO_CHECK="1")["installed"]
+    assert on["hooks"] == [1, 1, 1] and on["wrapped"] and on["lines"] == 1
+    off = run(tmp_path / "off", "double", ["installed"])["installed"]
+    assert off["hooks"] == [0, 0, 0] and not off["wrapped"] and off["lines"] == 0
+
+
+@pytest.mark.gfx950
+def test_a_captured_graph_is_checked_at_each_replay() -> None:
+    """Eight GPUs: a server with graphs and check mode answers, and its log has a line for each decode step."""
+    checkpoint = os.environ["SGLANG_AMD_MONO_TEST_CHECKPOINT"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.bench_one_batch", "--model-path", checkpoint, "--tp-size", "8",
+         "--batch-size", "3", "--input-len", "64", "--output-len", "16", "--enable-amd-monokernel"],
+        env=os.environ | {"SGLANG_AMD_MONO_CHECK": "1", "SGLANG_USE_AITER": "1"},
+        capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = re.findall(r"check step \d+: 3 rows, (\d+) launches within bounds", done.stdout + done.stderr)
+    assert len(steps) >= 15 and len(set(steps)) == 1
