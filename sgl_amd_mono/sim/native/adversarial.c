@@ -99,6 +99,7 @@ enum { E_LOAD, E_STORE, E_WRITEBACK, E_DONE, E_SCALAR, E_LDS };
 typedef struct Entry {
     uint8_t kind, sampled, drained, nrows;
     uint32_t flags, lds_base;
+    uint64_t serial; // order of issue over the machine
     Ins ins; // sizes, modes and registers of the access
     Alloc *al;
     uint64_t mask, bloom;
@@ -114,6 +115,7 @@ struct AdvWave {
 struct AdvGroup {
     Cache cache;
     uint64_t last_inv;  // Machine.version at the last invalidation (or eviction)
+    uint32_t laggard;   // a wave that is held back at the start and behind barriers
     uint64_t unsampled; // bloom of loads that have not read memory yet
 };
 typedef struct Orphan {
@@ -136,7 +138,8 @@ struct AdvMachine {
     Cache *rank_cache;
     Orphan *orphans;
     Entry *free_entries;
-    uint32_t drain_chance, evict_chance, starve_chance, late_sample; // of 256, drawn from the seed
+    uint64_t serial;
+    uint32_t drain_chance, evict_chance, starve_chance, late_sample, lag; // of 256; lag: rounds, drawn from the seed
 };
 
 static Entry *new_entry(Machine *m, uint8_t kind) {
@@ -145,6 +148,7 @@ static Entry *new_entry(Machine *m, uint8_t kind) {
     else e = aligned_alloc(64, (sizeof *e + 63) / 64 * 64);
     if (!e) abort();
     e->kind = kind;
+    e->serial = m->adv->serial++;
     e->sampled = e->drained = e->nrows = 0;
     e->flags = 0;
     e->mask = e->bloom = 0;
@@ -178,10 +182,11 @@ void adv_start(Machine *m) {
     for (uint32_t r = 0; r < m->ranks; r++) m->adv->rank_inv[r] = m->version;
     // Most seeds hold stores back until they are waited for; some let them trickle out.
     const uint64_t r = next_random(m);
-    static const uint32_t drain[8] = {0, 0, 0, 1, 1, 2, 8, 48}, starve[4] = {1, 2, 4, 8};
+    static const uint32_t drain[8] = {0, 0, 0, 0, 0, 0, 1, 3}, starve[4] = {1, 2, 4, 8};
     m->adv->drain_chance = drain[r & 7];
-    m->adv->evict_chance = (r >> 3 & 7) == 0 ? 8 : 0;
+    m->adv->evict_chance = (r >> 32 & 31) == 0 ? 8 : 0;
     m->adv->starve_chance = starve[r >> 6 & 3];
+    m->adv->lag = (r >> 16 & 15) ? 64 : 0;
     m->adv->late_sample = 64 + (r >> 8 & 127);
 }
 void adv_free(Machine *m) {
@@ -203,7 +208,9 @@ void adv_wave_init(Wave *w) {
         w->g->adv = calloc(1, sizeof *w->g->adv);
         w->g->adv->cache.limit = CACHE_LINES;
         w->g->adv->last_inv = w->m->version;
+        w->g->adv->laggard = w->g->nwaves > 1 ? 1 + (uint32_t)(next_random(w->m) % (w->g->nwaves - 1)) : 0;
     }
+    if (w->id == w->g->adv->laggard && w->m->adv->lag) w->starve = (uint32_t)(next_random(w->m) % w->m->adv->lag);
     if (!w->adv || !w->g->adv) abort();
 }
 
@@ -236,7 +243,7 @@ static void remember(Machine *m, const Alloc *al, const uint8_t *host) {
 }
 // A former value of n bytes at host that may still sit in a cache last invalidated at `since`; 0: there is none.
 static int past_value(Machine *m, const uint8_t *host, uint32_t n, uint64_t since, uint8_t *x) {
-    if (!m->adv->npast || (next_random(m) & 1)) return 0;
+    if (!m->adv->npast || !(next_random(m) & 15)) return 0;
     const uint32_t at = (uint32_t)((uintptr_t)host % LINE);
     const Past *p = find_past(m, host, 0);
     if (!p || at + n > LINE) return 0;
@@ -691,32 +698,77 @@ void adv_slice(Wave *w) {
     }
     if ((r >> 16 & 255) < a->starve_chance) w->starve = 1 + (uint32_t)(r >> 40 & 31);
 }
-// Every wave only polls: hardware would get its queues out. Drains a random part, at least one entry; 0: there is none.
-int adv_force_drain(Machine *m) {
-    uint32_t total = 0, done = 0;
-    for (int pass = 0; pass < 2 && !done; pass++)
-        for (uint32_t g = 0; g < m->ngroups; g++)
-            for (uint32_t k = 0; k < m->groups[g]->nwaves; k++) {
-                Wave *w = &m->groups[g]->waves[k];
-                for (uint32_t j = w->adv->nvm; j-- > 0;) {
-                    Entry *e = w->adv->vm[j];
-                    if (e->drained || (e->kind != E_STORE && e->kind != E_WRITEBACK)) continue;
-                    total++;
-                    if (pass == 0 && next_random(m) % 3) continue;
-                    if (e->kind == E_STORE) drain_with_order(w, j);
-                    else { for (uint32_t q = 0; q < j; q++) if (w->adv->vm[q]->kind == E_STORE) drain_store(w, w->adv->vm[q]); do_writeback(w, e); }
-                    done++;
-                }
-                while (w->adv->nlgkm && w->adv->lgkm[0]->kind == E_LDS && !lds_result_rows(&w->adv->lgkm[0]->ins)) {
-                    total++;
-                    if (pass == 0 && next_random(m) % 3) break;
-                    deliver(w, w->adv->lgkm[0]); // an LDS write; its slot keeps counting until it is waited for
-                    w->adv->lgkm[0]->kind = E_DONE;
-                    w->adv->lgkm[0]->nrows = 0;
-                    done++;
-                }
+void adv_after_barrier(Group *g) {
+    Machine *m = g->L->m;
+    const uint64_t r = next_random(m);
+    if (m->adv->lag && (r & 3) == 0) g->waves[g->adv->laggard].starve = (uint32_t)((r >> 8) % (m->adv->lag / 2));
+}
+// What an ended workgroup has in flight trickles out, the youngest first; 1: nothing is left.
+int adv_group_quiet(Group *g) {
+    Machine *m = g->L->m;
+    uint32_t left = 0;
+    for (uint32_t k = 0; k < g->nwaves; k++) {
+        Wave *w = &g->waves[k];
+        for (uint32_t j = w->adv->nvm; j-- > 0;) {
+            Entry *e = w->adv->vm[j];
+            if (e->kind != E_STORE || e->drained) continue;
+            left++;
+            if ((next_random(m) & 255) == 0) drain_with_order(w, j);
+        }
+    }
+    return left == 0;
+}
+// Every wave only polls: hardware would get its queues out. Drains some, the youngest first; 0: there is nothing to drain.
+typedef struct { Wave *w; uint64_t serial; uint32_t slot, lds; } Candidate;
+static int younger(const void *a, const void *b) {
+    const uint64_t x = ((const Candidate *)a)->serial, y = ((const Candidate *)b)->serial;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+static uint32_t candidates(Machine *m, Candidate *out, uint32_t room) {
+    uint32_t n = 0;
+    for (uint32_t g = 0; g < m->ngroups; g++)
+        for (uint32_t k = 0; k < m->groups[g]->nwaves; k++) {
+            Wave *w = &m->groups[g]->waves[k];
+            for (uint32_t j = 0; j < w->adv->nvm; j++) {
+                const Entry *e = w->adv->vm[j];
+                if (e->drained || (e->kind != E_STORE && e->kind != E_WRITEBACK)) continue;
+                if (n < room) out[n] = (Candidate){w, e->serial, j, 0};
+                n++;
             }
-    return done != 0;
+            if (w->adv->nlgkm && w->adv->lgkm[0]->kind == E_LDS && !lds_result_rows(&w->adv->lgkm[0]->ins)) {
+                if (n < room) out[n] = (Candidate){w, w->adv->lgkm[0]->serial, 0, 1};
+                n++;
+            }
+        }
+    return n;
+}
+int adv_force_drain(Machine *m) {
+    const uint32_t n = candidates(m, NULL, 0);
+    if (!n) return 0;
+    Candidate *c = malloc(n * sizeof *c);
+    if (!c) abort();
+    candidates(m, c, n);
+    qsort(c, n, sizeof *c, younger);
+    const uint32_t count = n > 8 ? n / 8 : 1;
+    for (uint32_t k = 0; k < count; k++) { // mostly the youngest: a flag before its data
+        const Candidate *x = &c[next_random(m) & 7 ? k : (uint32_t)(next_random(m) % n)];
+        Wave *w = x->w;
+        if (x->lds) { // an LDS write; its slot keeps counting until it is waited for
+            Entry *e = w->adv->lgkm[0];
+            if (e->kind != E_LDS) continue;
+            deliver(w, e);
+            e->kind = E_DONE;
+            e->nrows = 0;
+            continue;
+        }
+        Entry *e = w->adv->vm[x->slot];
+        if (e->kind == E_STORE) { drain_with_order(w, x->slot); continue; }
+        for (uint32_t q = 0; q < x->slot; q++) if (w->adv->vm[q]->kind == E_STORE) drain_store(w, w->adv->vm[q]);
+        do_writeback(w, e);
+    }
+    free(c);
+    m->version++;
+    return 1;
 }
 void adv_wave_end(Wave *w) { // scalar and vector results are lost with the registers; LDS operations still happen
     while (w->adv->nlgkm) complete_lgkm(w, 0);

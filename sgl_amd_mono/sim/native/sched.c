@@ -379,6 +379,18 @@ static void shuffle(Machine *m, uint32_t *order, uint32_t n) {
     }
 }
 
+// Lets a random half of the starved waves go on, at least one.
+static void wake_some(Machine *m) {
+    for (int woken = 0; !woken;)
+        for (uint32_t k = 0; k < m->ngroups; k++)
+            for (uint32_t j = 0; j < m->groups[k]->nwaves; j++) {
+                Wave *w = &m->groups[k]->waves[j];
+                if (w->state != WAVE_READY || !(next_random(m) & 1)) continue;
+                w->starve = 0;
+                woken = 1;
+            }
+}
+
 // Marks the instructions where a stall may strike.
 static void arm_watches(Machine *m, int on) {
     for (uint32_t k = 0; k < m->nstalls; k++) {
@@ -462,14 +474,14 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 else if (w->poll_age < 255) w->poll_age++;
                 int polled = !effect && w->poll_age < (m->adversarial ? POLL_AGE : 1);
                 clocked += w->read_clock;
-                if (effect) w->hash_valid = 0;
-                else if (hashing) {
+                // A wave whose whole state repeats while nothing around it changes is stuck.
+                if (!effect && hashing) {
                     const uint64_t h = wave_hash(w);
-                    w->stuck = w->hash_valid && h == w->stuck_hash;
+                    w->stuck = w->stuck_version == m->version && h == w->stuck_hash;
                     w->stuck_hash = h;
-                    w->hash_valid = 1;
+                    w->stuck_version = m->version;
                 }
-                if (!effect && w->stuck && w->hash_valid) { polled = 1; stuck++; }
+                if (!effect && w->stuck && w->stuck_version == m->version) { polled = 1; stuck++; }
                 if (!polled) working++;
             }
             if (g->live == 0 && (!m->adversarial || adv_group_quiet(g))) { g->done = 1; retired++; }
@@ -503,9 +515,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         idle++;
         if (starved && !working && idle >= 2) { // the others only poll: the starved waves go on, or first a store comes out
-            if (next_random(m) & 3 || !adv_force_drain(m))
-                for (uint32_t k = 0; k < m->ngroups; k++)
-                    for (uint32_t j = 0; j < m->groups[k]->nwaves; j++) m->groups[k]->waves[j].starve = 0;
+            if (next_random(m) & 3 || !adv_force_drain(m)) wake_some(m);
             idle = 0;
         }
         if (starved || working) { polling = 0; continue; }
@@ -520,6 +530,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             m->clock_jumps++;
             drain_late_stores(m);
             jump *= 2;
+            polling = 0;
             continue;
         }
         if (!clocked) {

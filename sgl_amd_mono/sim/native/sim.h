@@ -167,8 +167,8 @@ struct Wave {
     Alloc *last;
     uint8_t *scratch;
     uint64_t icount;
-    uint64_t stuck_hash;
-    uint8_t hash_valid, stuck;
+    uint64_t stuck_hash, stuck_version; // digest of the wave's state, and Machine.version when it was taken
+    uint8_t stuck;
     Depth depth;
     PollSlot polls[POLL_SLOTS]; // recent synchronising loads, and the straight runs since
     uint32_t npolls, poll_runs;
@@ -191,7 +191,7 @@ struct Group {
     size_t block_bytes;
     uint64_t streamed;
     struct AdvGroup *adv;
-    uint8_t started;
+    uint8_t done;
 };
 
 struct Launch {
@@ -394,6 +394,8 @@ void adv_wave_init(Wave *w);
 void adv_wave_end(Wave *w);
 void adv_group_free(Group *g);
 void adv_slice(Wave *w);
+int adv_group_quiet(Group *g);
+void adv_after_barrier(Group *g);
 int adv_force_drain(Machine *m);
 void adv_finish(Machine *m);
 void adv_start(Machine *m);
