@@ -201,6 +201,16 @@ def test_warm_up_launch_touches_nothing() -> None:
     assert not any(s.any() for s in bench.scratch[2])
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_step_of_pad_rows_alone(width: int) -> None:
+    """No expert is read, every wait is met, the rows are zero."""
+    step = kb.random_inputs(geometry(2), width, INPUT_SEED, pads=range(width))
+    result = kb.Bench(geometry(2), weights(2)).run(step, last=1)
+    assert not any(f.failed for f in result.faults)
+    assert not any(t.any() for t in result.out + result.residual)
+    assert not any(name in ("w13", "w2") and sum(n.values()) for (_, name), n in result.report.bytes_read.items())
+
+
 def test_ties_and_nans_in_the_logits() -> None:
     """Equal router rows tie (the lower expert wins); an expert whose logit is NaN is taken last."""
     g = geometry(1)
