@@ -136,7 +136,7 @@ def test_every_source_names_its_license():
 
 
 FLAG = re.compile(r"(?<![\w`-])--[a-z][a-z0-9-]+")
-OTHER_TOOLS_FLAGS = {"--no-deps"}  # pip
+OTHER_TOOLS_FLAGS = {"--no-deps", "--shm-size"}  # pip, docker
 CLI_COMMANDS = ("doctor", "compile", "simulate")
 
 
