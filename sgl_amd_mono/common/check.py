@@ -13,6 +13,7 @@ are named `<launch>.<output>.<metric>`, as in the contract's NUMERICS.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -136,10 +137,18 @@ def bf16_ulp(value: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(value), exponent - 8)
 
 
-def tied(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """bool [rows]: the k-th and (k+1)-th largest of float32 logits [rows, experts] lie within `TIE_ULPS`."""
-    top = logits.topk(top_k + 1, dim=-1).values
-    return top[:, -2] - top[:, -1] <= TIE_ULPS * bf16_ulp(top[:, -2])
+def tied_choices(logits: torch.Tensor, top_k: int) -> list[list[int]]:
+    """The sets of experts, best first, that a router may pick where logits (float32 [experts]) tie at the k-th place.
+
+    Experts within `TIE_ULPS` of the k-th largest logit are tied with it; those above are in every set. Empty where the
+    pick is the only one.
+    """
+    values, order = torch.sort(logits, descending=True, stable=True)
+    bound = TIE_ULPS * bf16_ulp(values[top_k - 1])
+    above = values - values[top_k - 1]
+    sure, equal = order[above > bound].tolist(), order[above.abs() <= bound].tolist()
+    free = top_k - len(sure)
+    return [] if len(equal) == free else [sure + list(some) for some in itertools.combinations(equal, free)]
 
 
 # ---- what a model brings

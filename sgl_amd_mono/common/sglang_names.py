@@ -280,6 +280,7 @@ SIMULATE_NAMES: dict[str, tuple[str, ...]] = {
         "e8m0_shuffle",
     ),
     "sglang.srt.layers.moe.moe_runner.aiter": ("_SMALLM_MOE_ON", "is_gfx95_supported"),
+    "sglang.srt.layers.moe.topk": ("fused_topk_native",),
 }
 
 

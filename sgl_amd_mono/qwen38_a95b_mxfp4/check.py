@@ -5,8 +5,8 @@
   before out_proj, so it is replaced by the identity for the duration of the call; the prefix cache's copies are off.
 * K2 against SGLang's out_proj / o_proj, all-reduce, post norm, MoE block and all-reduce.
 
-State rows are put back, and `forward_batch.residual_stream` is as before. A row outside K2's bounds whose k-th and
-(k+1)-th router logits are a tie (`common.check.tied`) is set aside if it agrees with the other pick: both are right.
+State rows are put back, and `forward_batch.residual_stream` is as before. A row outside K2's bounds whose router logits
+tie at the k-th place (`common.check.tied_choices`) is set aside if it agrees with another choice: all are right.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from typing import Any
 import torch
 
 from sgl_amd_mono.common import state
-from sgl_amd_mono.common.check import Checker, Compared, Kept, row_differences, tied, within
+from sgl_amd_mono.common.check import Checker, Compared, Kept, row_differences, tied_choices, within
 from sgl_amd_mono.common.substitute import replaced
+
+#: Choices of tied experts that are tried for one launch.
+MOST_CHOICES = 20
 
 #: Launch -> argument with the rows' state indices.
 INDEX = {"k1": "state_index", "k2": "row_index"}
@@ -105,7 +108,8 @@ class StockTail:
 
     Attributes:
         residual: what the norm leaves, bf16 [rows, H].
-        tied: bool [rows], the rows that may pick either of two experts.
+        choices: how many sets of experts the row with the most ties may pick from; 0 where no row has a tie.
+        tied: bool [rows], the rows that have a choice.
     """
 
     @torch.no_grad()
@@ -121,26 +125,51 @@ class StockTail:
         self._x, self.residual = layer.post_attention_layernorm(attention, kept.inputs["residual"].clone())
         self.residual = self.residual.clone()
         block = kept.view.moe.block
-        self.tied = tied(block.gate(self._x)[0].float(), kept.view.moe.top_k)
+        logits = block.gate(self._x)[0].float()
+        self._picks = [tied_choices(row, kept.view.moe.top_k) if on else [] for row, on in zip(logits, real.tolist())]
+        self.choices = min(MOST_CHOICES, max(map(len, self._picks)))
+        self.tied = torch.tensor([bool(picks) for picks in self._picks], device=real.device)
 
     @torch.no_grad()
-    def out(self, swap: torch.Tensor | None = None) -> torch.Tensor:
-        """The MoE block's all-reduced output; `swap` rows (bool [rows]) take their k+1-th expert for the k-th."""
+    def out(self, choice: int | None = None) -> torch.Tensor:
+        """The MoE block's all-reduced output; rows with a tie take the experts of `choice` (0 .. choices - 1)."""
         block, batch = self._kept.view.moe.block, self._kept.forward_batch
         with untouched(batch), contextlib.ExitStack() as stack:
-            if swap is not None:
-                stack.enter_context(replaced(block, "topk", _swapped_topk(block.topk, swap)))
+            if choice is not None:
+                picks = [row[choice] if choice < len(row) else None for row in self._picks]
+                stack.enter_context(replaced(block, "topk", _chosen_topk(block.topk, picks)))
             return state.all_reduce(block(self._x.clone(), batch)).clone()
 
+    def nearest(self, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all choices, each row's output that is nearest to `found`; and bool [rows]: it is not the usual one.
 
-def _swapped_topk(topk: Any, rows: torch.Tensor) -> Any:
+        Runs one collective a choice: every rank must call it for the same launches.
+        """
+        best = self.out()
+        distance = (found - best).double().norm(dim=1)
+        other = torch.zeros_like(self.tied)
+        for choice in range(self.choices):
+            out = self.out(choice)
+            apart = (found - out).double().norm(dim=1)
+            nearer = apart < distance
+            best = torch.where(nearer.unsqueeze(1), out, best)
+            distance = torch.minimum(distance, apart)
+            other |= nearer
+        return best, other & self.tied
+
+
+def _chosen_topk(topk: Any, picks: list[list[int] | None]) -> Any:
+    """SGLang's top-k, but for the rows with a pick of their own (weights as SGLang renormalises them)."""
+
     def select(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
         picked = topk(hidden_states, router_logits)
-        logits = router_logits.float()
-        best = logits.topk(picked.topk_ids.shape[1] + 1, dim=-1).indices
-        ids = torch.where(rows.unsqueeze(1), torch.cat([best[:, :-2], best[:, -1:]], dim=1), picked.topk_ids.long())
-        weights = torch.softmax(logits.gather(1, ids), dim=-1)
-        return picked._replace(topk_ids=ids.to(picked.topk_ids.dtype), topk_weights=weights)
+        ids, weights = picked.topk_ids.clone(), picked.topk_weights.clone()
+        for row, experts in enumerate(picks):
+            if experts is not None:
+                chosen = torch.tensor(experts, device=ids.device)
+                ids[row] = chosen.to(ids.dtype)
+                weights[row] = torch.softmax(router_logits[row].float()[chosen], dim=-1)
+        return picked._replace(topk_ids=ids, topk_weights=weights)
 
     return select
 
@@ -180,8 +209,8 @@ class LayerComparison:
         aside = torch.zeros_like(real)
         candidates = self._broken(found, out) & stock.tied & real
         if any(state.tensor_parallel_group().all_gather(bool(candidates.any()))):
-            other = stock.out(swap=stock.tied)
-            aside = candidates & ~self._broken(found, other)
+            nearest, _ = stock.nearest(found)
+            aside = candidates & ~self._broken(found, nearest)
         kept_rows = real & ~aside
         outputs = {
             "out": row_differences(found[kept_rows], out[kept_rows]),

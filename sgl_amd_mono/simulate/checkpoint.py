@@ -171,7 +171,7 @@ class Gains:
     expert is the largest single effect of a rounding.
     """
 
-    embedding: float = 8.0
+    embedding: float = 12.0
     router: float = 4.0
     routed_down: float = 1.0
     shared_down: float = 1.4

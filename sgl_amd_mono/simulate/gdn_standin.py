@@ -263,6 +263,23 @@ def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
 
 
+def fused_topk(
+    hidden_states, gating_output, topk, renormalize, correction_bias=None, scoring_func="softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``fused_topk_torch_native``, but of equal logits the lower id wins, as in the ROCm kernel (topkGatingSoftmax).
+
+    ``gating_output [rows, experts]``; returns float32 weights and int32 ids, ``[rows, topk]``, largest first.
+    """
+    if correction_bias is not None or scoring_func != "softmax":
+        raise NotImplementedError("the router's stand-in covers softmax without a bias only")
+    scores = gating_output.float()
+    ids = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :topk]
+    weights = scores.softmax(dim=-1).gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, ids.to(torch.int32)
+
+
 def silu_and_mul(module, x: torch.Tensor) -> torch.Tensor:
     """``SiluAndMul`` on ROCm: silu rounded to the input's type before the product. ``x [.., 2 * n]``, gate then up."""
     gate, up = x.chunk(2, dim=-1)

@@ -169,6 +169,12 @@ REPLACEMENTS = (
     ),
     Replacement("sglang.srt.models.qwen3_5", "fused_sigmoid_mul", "Triton kernel", _standin("fused_sigmoid_mul")),
     Replacement(
+        "sglang.srt.layers.moe.topk",
+        "fused_topk_native",
+        "of equal logits the HIP path's kernel takes the lower id; torch.topk any",
+        _standin("fused_topk"),
+    ),
+    Replacement(
         "sglang.srt.models.qwen2_moe",
         "fused_gate_sigmoid_mul_add",
         "Triton kernel",

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sgl_amd_mono.common.check import TIED_SHARE
-from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, LaunchRecord, LogitVerdict, judge_logits
+from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, TYPICAL_OUT, LaunchRecord, LogitVerdict, judge_logits
 from sgl_amd_mono.simulate.session import Outcome
 
 MIB = 2**20
@@ -40,11 +41,15 @@ def judge(outcome: Outcome) -> Verdict:
         problems += [f"{_where(record)}: {text}" for text in record.failures]
     problems += _missing_launches(outcome)
     problems += _ranks_that_differ(outcome)
+    errors = [error for record in on["records"] for error in record.row_errors]
+    typical = statistics.median(errors) if errors else float("inf")
+    if not typical <= TYPICAL_OUT:
+        problems.append(f"k2.out: relative error {typical:.2g} in the median row, bound {TYPICAL_OUT:g}")
     rows = sum(record.rows for record in on["records"] if record.kind == "k2")
     ties = sum(record.ties for record in on["records"])
     if ties > TIED_SHARE * rows and ties > 1:
         problems.append(
-            f"{ties} of {rows} rows of K2 pass only by the other pick of a tie, at most {TIED_SHARE:.0%} may"
+            f"{ties} of {rows} rows of K2 pass only by another choice of tied experts, at most {TIED_SHARE:.0%} may"
         )
     if not logits.ok:
         problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_amd_mono.common.check import Difference, bf16_ulp, difference, failures
+from sgl_amd_mono.common.check import Difference, bf16_ulp, difference, failures, tied_choices
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.simulate import report
 from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, LaunchRecord, digest, judge_logits
@@ -84,7 +84,7 @@ def outcome(**changes: Any) -> Outcome:
     geometry = Geometry.small(1)
     a, b = logits(1, seed=1), logits(1, seed=2)
     records = [
-        LaunchRecord(0, 0, kind, layer, 1, 1)
+        LaunchRecord(0, 0, kind, layer, 1, 1, row_errors=[1e-4] if kind == "k2" else [])
         for layer in range(geometry.layers)
         for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
     ]
@@ -133,8 +133,24 @@ def test_ranks_that_differ_fail() -> None:
     assert digest(one) == digest(other) != digest(one + 1)
 
 
+def test_an_error_of_every_row_fails_although_each_is_in_bounds() -> None:
+    run = outcome()
+    for record in run.on["records"]:
+        record.row_errors = [0.02]
+    assert any("in the median row" in problem for problem in report.judge(run).problems)
+
+
+def test_choices_of_tied_experts() -> None:
+    logits = torch.tensor([3.0, 1.0, 5.0, 1.0, 1.0, -2.0])
+    assert tied_choices(logits, 2) == []
+    assert tied_choices(logits, 3) == [[2, 0, 1], [2, 0, 3], [2, 0, 4]]
+    assert tied_choices(logits, 4) == [[2, 0, 1, 3], [2, 0, 1, 4], [2, 0, 3, 4]]
+    near = torch.tensor([1.0, 1.0 - 2 / 256, 1.0 - 9 / 256])  # two bf16 units at 1 are 4/256
+    assert tied_choices(near, 1) == [[0], [1]]
+
+
 def test_too_many_ties_fail() -> None:
     run = outcome()
     for record in run.on["records"]:
         record.ties = 1
-    assert any("other pick of a tie" in problem for problem in report.judge(run).problems)
+    assert any("another choice of tied experts" in problem for problem in report.judge(run).problems)
