@@ -50,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and the simulator")
     simulate.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoint, results and logs there")
     simulate.add_argument("--json", action="store_true", help="print the result as JSON")
+    simulate.add_argument(
+        "--explain", action="store_true", help="say what stands in for a GPU in SGLang, and run nothing"
+    )
     simulate.set_defaults(run=_simulate)
 
     parsed = parser.parse_args(arguments)
@@ -165,6 +168,9 @@ def _simulate(options: argparse.Namespace) -> int:
         return 2
     from sgl_amd_mono.simulate import report, session
 
+    if options.explain:
+        print(report.explain())
+        return 0
     asked = session.Options(
         model=options.model,
         rows=options.rows,

@@ -101,6 +101,21 @@ def _where(record: LaunchRecord) -> str:
     return f"{rank}case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"
 
 
+def explain() -> str:
+    """What of SGLang runs unchanged here, what is replaced and why, and what a simulated run does not cover."""
+    from sgl_amd_mono.simulate.harness import NOT_COVERED, REPLACEMENTS
+
+    return "\n".join(
+        [
+            "SGLang's loader, model classes, state pools, batches, attention and sampling run unchanged, on the CPU.",
+            "Replaced in SGLang, on both arms alike:",
+            *(f"  {r.module}.{r.attribute}: {r.why}" for r in REPLACEMENTS),
+            "Not covered by a simulated run:",
+            *(f"  {what}" for what in NOT_COVERED),
+        ]
+    )
+
+
 def as_dict(outcome: Outcome, verdict: Verdict) -> dict[str, Any]:
     """Plain values for ``--json``."""
     options = outcome.options

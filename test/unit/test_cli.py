@@ -38,5 +38,11 @@ def test_sizes_that_do_not_divide_are_refused_with_the_sum(capsys: pytest.Captur
     assert "2 / 3" in capsys.readouterr().err
 
 
+def test_explain_lists_what_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "causal_conv1d_update: Triton kernel" in text and "Not covered" in text
+
+
 def test_rows_name_requests_and_padding() -> None:
     assert cli._rows("1,3:4,8") == ((1, 1), (3, 4), (8, 8))
