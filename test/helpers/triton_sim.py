@@ -135,9 +135,16 @@ class SimulatorDriver:
 
 
 def activate(memory: str = "consistent", seed: int = 0) -> SimulatorDriver:
-    """Make the simulator Triton's driver for the rest of the process."""
+    """Make the simulator Triton's driver until deactivate()."""
     from triton.runtime import driver
 
     simulator = SimulatorDriver(memory, seed)
     driver.set_active(simulator)
     return simulator
+
+
+def deactivate() -> None:
+    """Leave Triton as it was before activate(): it looks for a driver when it next needs one."""
+    from triton.runtime import driver
+
+    driver._active = None

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
-from helpers.triton_sim import SimulatorDriver, activate
+from helpers.triton_sim import SimulatorDriver, activate, deactivate
 
 MEMORY_MODELS = ("consistent", "adversarial")
 
 
 @pytest.fixture(params=MEMORY_MODELS)
-def driver(request: pytest.FixtureRequest) -> SimulatorDriver:
-    return activate(request.param, seed=3)
+def driver(request: pytest.FixtureRequest) -> Iterator[SimulatorDriver]:
+    yield activate(request.param, seed=3)
+    deactivate()  # other tests of this process must not find a GPU
 
 
 def test_vector_add(driver: SimulatorDriver) -> None:
