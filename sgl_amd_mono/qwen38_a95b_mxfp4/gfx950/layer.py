@@ -80,8 +80,6 @@ TILES = WORKGROUP_COLUMNS // MFMA_ROWS  # tiles of a workgroup's hidden columns
 UNIT_COLUMNS = 8 * LANES  # columns of a row that one wave holds as 8 a lane
 MX_STEP = 128  # columns of one scaled MFMA
 SCALE_STEP = 256  # columns that one shuffled scale word covers
-TILE_STEP_BYTES = 1024  # one 16-row, 128-column tile of a shuffled weight
-SCALE_STEP_BYTES = 256  # scale words of 32 rows and 256 columns
 ROUTE_WORDS = 16  # words of one row in the route tables
 NOT_PICKED = 0xF  # nibble of a row that did not pick a slot's expert
 INTER_WORDS = 4  # words of 8 e2m1 in one MX block
@@ -372,15 +370,16 @@ class _Launch:
 
     def __init__(self, plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
         from sgl_amd_mono.common import device as d
+        from sgl_amd_mono.common import gemv
         from sgl_amd_mono.common.sync import Region, Sync
 
-        self.d, self.plan, self.g, self.a = d, plan, plan.geometry, arguments
+        self.d, self.gemv, self.plan, self.g, self.a = d, gemv, plan, plan.geometry, arguments
         self.s = plan.width
         g, s = self.g, self.s
         self.thread, self.lane, self.wave, self.block = d.thread_id(), d.lane_id(), d.wave_id(), d.block_id()
-        self.lane_row, self.group = self.lane & 15, self.lane >> 4
+        self.lane_row, self.group = gemv.operand_lane()
         # Lanes of MFMA columns past the last row repeat the last row; what they compute is not stored.
-        self.lane_t = d.select(d.compare("ult", self.lane_row, d.I32(s)), self.lane_row, d.I32(s - 1))
+        self.lane_t = gemv.clamped_row(s)
         self.in_rows = d.compare("ult", self.lane_row, d.I32(s))
         self._allocate()
         self.sync = Sync(
@@ -497,14 +496,6 @@ class _Launch:
             low, high = low + a, high + b
         return low, high
 
-    def sum_waves(self, region: Any, offset: Callable[[int], Any], count: int) -> Any:
-        """Sum of vec(F32, 2) over `count` waves in order 0 .. count - 1."""
-        d = self.d
-        total = region.load(offset(0), d.vec(d.F32, 2))
-        for w in range(1, count):
-            total = total + region.load(offset(w), d.vec(d.F32, 2))
-        return total
-
 
 def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     """The launch, stage by stage in the order in which a workgroup runs them."""
@@ -541,30 +532,20 @@ def project(k: _Launch) -> list[Any]:
     K is cut in eighths over the waves; f32 accumulators, not yet summed over the waves. A task that a workgroup does
     not have reads from a buffer of no bytes.
     """
-    d, p, g = k.d, k.plan, k.g
-    columns = g.core_width // WAVES
-    start = k.wave * columns + k.group * 8
-    words = d.vec(d.I32, 4)
+    d, gemv, p, g = k.d, k.gemv, k.plan, k.g
+    row_bytes, columns = 2 * g.core_width, g.core_width // WAVES
+    lane_bytes = gemv.bf16_lane_bytes(row_bytes) + k.wave * (2 * columns)
     # Lanes of columns past the last row read past the end: no request, zeros.
-    rows = d.Buffer(k.a["core"], 2 * k.s * g.core_width)
-    at = (k.lane_row * g.core_width + start) * 2
-    core = [rows.load(at + 2 * MFMA_K * step, words) for step in range(columns // MFMA_K)]
+    rows = gemv.guarded(k.a["core"], k.s * row_bytes)
+    core = [gemv.load_bf16_tile(rows, lane_bytes, step, d.PLAIN) for step in range(columns // MFMA_K)]
     first, count = _project_share(k)
     weights = []
     for tile in range(p.project_tiles):
-        size = d.I32(2 * g.hidden * g.core_width)
-        if count is not None:
-            size = d.select(k.below(d.I32(tile), count), size, d.I32(0))
-        w_o = d.Buffer(k.a["w_o"], size)
-        offset = (((first + tile) * MFMA_ROWS + k.lane_row) * g.core_width + start) * 2
-        weights.append([w_o.load(offset + 2 * MFMA_K * step, words, d.NT) for step in range(len(core))])
-    tiles = []
-    for tile in weights:
-        acc = d.zero_acc()
-        for a, b in zip(tile, core, strict=True):
-            acc = d.mfma_bf16(a, b, acc)
-        tiles.append(acc)
-    return tiles
+        present = None if count is None else k.below(d.I32(tile), count)
+        w_o = gemv.guarded(k.a["w_o"], g.hidden * row_bytes, present)
+        at = lane_bytes + (first + tile) * (MFMA_ROWS * row_bytes)
+        weights.append([gemv.load_bf16_tile(w_o, at, step) for step in range(len(core))])
+    return [gemv.multiply_bf16(tile, core) for tile in weights]
 
 
 def _project_share(k: _Launch) -> tuple[Any, Any]:
@@ -591,19 +572,18 @@ def publish_projection(k: _Launch, tiles: list[Any]) -> None:
 
 def _store_tiles(k: _Launch, region: Any, tiles: list[Any]) -> None:
     """This wave's accumulators to LDS f32 [wave][tile][t][16 rows]."""
-    with k.at(k.in_rows):
-        for i, acc in enumerate(tiles):
-            at = ((k.wave * len(tiles) + i) * k.s + k.lane_row) * (4 * MFMA_ROWS) + k.group * 16
-            region.store(acc, at)
+    gemv = k.gemv
+    tile_bytes = k.s * gemv.COLUMN_BYTES
+    gemv.store_partials(region, tiles, k.s, k.wave * (len(tiles) * tile_bytes), tile_bytes)
 
 
 def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, Any]:
     """Columns 2*pair and 2*pair + 1 of row t, summed over the waves of `partial` ([wave][tile][t][16])."""
-    d = k.d
+    d, gemv = k.d, k.gemv
     tile, row = pair >> 3, (pair & 7) * 2
-    at = (tile * k.s + t) * (4 * MFMA_ROWS) + row * 4
-    stride = tiles * k.s * 4 * MFMA_ROWS
-    total = k.sum_waves(k.partial, lambda w: at + w * stride, WAVES)
+    at = (tile * k.s + t) * gemv.COLUMN_BYTES + row * 4
+    stride = tiles * k.s * gemv.COLUMN_BYTES
+    total = gemv.sum_in_order(k.partial, at, stride, WAVES, d.vec(d.F32, 2))
     return d.vector_element(total, 0), d.vector_element(total, 1)
 
 
@@ -875,15 +855,14 @@ def _publish_shared(k: _Launch) -> None:
 
 def load_shared_down(k: _Launch) -> list[list[Any]]:
     """Issue the loads of w_sd for the workgroup's 32 columns: [tile][step], K cut in eighths over the waves."""
-    d, p, g = k.d, k.plan, k.g
-    start = k.wave * (p.shared_steps * MFMA_K) + k.group * 8
+    gemv, p, g = k.gemv, k.plan, k.g
+    row_bytes = 2 * g.shared_intermediate
+    rows = gemv.guarded(k.a["w_sd"], g.hidden * row_bytes)
+    lane_bytes = gemv.bf16_lane_bytes(row_bytes) + k.wave * (p.shared_steps * gemv.BF16_TILE_BYTES)
     weights = []
     for tile in range(TILES):
-        row = k.block * WORKGROUP_COLUMNS + tile * MFMA_ROWS + k.lane_row
-        offset = (row * g.shared_intermediate + start) * 2
-        weights.append(
-            [d.load(k.a["w_sd"], offset + 2 * MFMA_K * i, d.vec(d.I32, 4), d.NT) for i in range(p.shared_steps)]
-        )
+        at = lane_bytes + (k.block * WORKGROUP_COLUMNS + tile * MFMA_ROWS) * row_bytes
+        weights.append([gemv.load_bf16_tile(rows, at, i) for i in range(p.shared_steps)])
     return weights
 
 
@@ -1040,29 +1019,29 @@ def load_up(k: _Launch, slots: Any, task: Any) -> list[Callable[[], Any]]:
     Two gate and two up tiles of w13 [2 RI, H], K cut in eighths over the waves. A task past the last reads from buffers
     of no bytes.
     """
-    d, p, g = k.d, k.plan, k.g
+    d, gemv, p, g = k.d, k.gemv, k.plan, k.g
     valid = d.compare("ult", task, slots * p.mx_blocks)
     slot, block = d.unsigned_divide(d.select(valid, task, d.I32(0)), p.mx_blocks)
     expert, _ = _slot_entry(k, slot)
     expert = d.select(valid, expert, d.I32(0))
     rows, row_bytes, row_codes = 2 * g.moe_intermediate, g.hidden // 2, g.hidden // MX_BLOCK
     # A scalar offset counts against the range check of a buffer of no bytes: there it is 0.
-    start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * TILE_STEP_BYTES)
+    start = block * (WORKGROUP_COLUMNS * row_bytes) + k.wave * (p.steps * gemv.MX_TILE_BYTES)
     base = k.a["w13"] + d.zext(expert, d.I64) * d.I64(rows * row_bytes) + d.zext(start, d.I64)
-    weights = d.Buffer(base, d.select(valid, rows * row_bytes - start, d.I32(0)))
+    weights = gemv.guarded(base, rows * row_bytes - start, valid)
     at = [(h * g.moe_intermediate + t * MFMA_ROWS) * row_bytes for h in range(2) for t in range(TILES)]
     at = [d.select(valid, d.I32(a), d.I32(0)) for a in at]
     loads = [
-        lambda i=i, a=a: weights.load(k.lane * 16 + i * TILE_STEP_BYTES, d.vec(d.I32, 4), d.NT, scalar=a)
+        lambda i=i, a=a: gemv.load_mxfp4_tile(weights, i * gemv.MX_TILE_BYTES, scalar=a)
         for i in range(p.steps)
         for a in at
     ]
-    start = block * (WORKGROUP_COLUMNS * row_codes) + (k.wave * p.steps >> 1) * SCALE_STEP_BYTES
+    start = block * (WORKGROUP_COLUMNS * row_codes) + (k.wave * p.steps >> 1) * gemv.MX_SCALE_BYTES
     base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes) + d.zext(start, d.I64)
-    scales = d.Buffer(base, d.select(valid, rows * row_codes - start, d.I32(0)))
+    scales = gemv.guarded(base, rows * row_codes - start, valid)
     at = [d.select(valid, d.I32(h * g.moe_intermediate * row_codes), d.I32(0)) for h in range(2)]
     loads += [
-        lambda i=i, a=a: scales.load(k.lane * 4 + i * SCALE_STEP_BYTES, d.I32, d.NT, scalar=a)
+        lambda i=i, a=a: gemv.load_mxfp4_scales(scales, i * gemv.MX_SCALE_BYTES, scalar=a)
         for a in at
         for i in range(p.up_words)
     ]
@@ -1131,17 +1110,14 @@ def _multiply_up(k: _Launch, held: list[Any], loads: list[Callable[[], Any]]) ->
 
 def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
     """Thread (row, column): sum the waves, activate, quantise with the 31 neighbours, put five pairs a block."""
-    d, p, g, s = k.d, k.plan, k.g, k.s
+    d, gemv, p, g, s = k.d, k.gemv, k.plan, k.g, k.s
     with k.at(k.below(k.thread, WORKGROUP_COLUMNS * s)):
         column, t = k.thread & (WORKGROUP_COLUMNS - 1), k.thread >> 5
         stride = 2 * TILES * s * MFMA_ROWS * 4
         halves = []
         for half in range(2):
             at = ((half * TILES + (column >> 4)) * s + t) * (4 * MFMA_ROWS) + (column & 15) * 4
-            total = k.up.load(at, d.F32)
-            for w in range(1, WAVES):
-                total = total + k.up.load(at + w * stride, d.F32)
-            halves.append(total)
+            halves.append(gemv.sum_in_order(k.up, at, stride, WAVES))
         value = d.silu(halves[0]) * halves[1]
         amax = d.wave_max(d.intrinsic("llvm.fabs.f32", d.F32, [value]), MX_BLOCK)
         code = d.mxfp4_code(amax)
@@ -1166,7 +1142,7 @@ def load_down(k: _Launch, slots: Any, batch: Any) -> list[Any]:
 
     Worker wave w has the slots w, w + workers, ... A slot past the last reads from a buffer of no bytes.
     """
-    d, p, g = k.d, k.plan, k.g
+    d, gemv, p, g = k.d, k.gemv, k.plan, k.g
     row_bytes, row_codes = g.moe_intermediate // 2, g.moe_intermediate // MX_BLOCK
     values = []
     for i in range(p.batch):
@@ -1179,15 +1155,15 @@ def load_down(k: _Launch, slots: Any, batch: Any) -> list[Any]:
         expert = d.select(valid, expert, d.I32(0))
         rows = k.block * WORKGROUP_COLUMNS
         base = k.a["w2"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_bytes) + d.zext(rows * row_bytes, d.I64)
-        weights = d.Buffer(base, d.select(valid, d.I32(WORKGROUP_COLUMNS * row_bytes), d.I32(0)))
+        weights = gemv.guarded(base, WORKGROUP_COLUMNS * row_bytes, valid)
         for tile in range(TILES):
             for step in range(p.down_steps):
-                at = tile * MFMA_ROWS * row_bytes + step * TILE_STEP_BYTES
-                values.append(weights.load(k.lane * 16 + at, d.vec(d.I32, 4), d.NT))
+                at = tile * MFMA_ROWS * row_bytes + step * gemv.MX_TILE_BYTES
+                values.append(gemv.load_mxfp4_tile(weights, at))
         base = k.a["w2_scale"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_codes) + d.zext(rows * row_codes, d.I64)
-        scales = d.Buffer(base, d.select(valid, d.I32(WORKGROUP_COLUMNS * row_codes), d.I32(0)))
+        scales = gemv.guarded(base, WORKGROUP_COLUMNS * row_codes, valid)
         for word in range(p.down_steps // 2):
-            values.append(scales.load(k.lane * 4 + word * SCALE_STEP_BYTES, d.I32, d.NT))
+            values.append(gemv.load_mxfp4_scales(scales, word * gemv.MX_SCALE_BYTES))
     return values
 
 
@@ -1286,13 +1262,10 @@ def _multiply_down(k: _Launch, slots: Any, batch: Any, values: list[Any]) -> Non
 
 def shared_down(k: _Launch, weights: list[list[Any]]) -> None:
     """w_sd times the shared activation, K cut in eighths over the waves; accumulators to LDS (all workgroups)."""
-    d, p = k.d, k.plan
-    tiles = [d.zero_acc() for _ in weights]
-    for i in range(p.shared_steps):
-        column = (k.wave * p.shared_steps + i) * MFMA_K + k.group * 8
-        h = k.activation.load(k.lane_t * k.activation_row + column * 2, d.vec(d.I32, 4))
-        tiles = [d.mfma_bf16(w[i], h, acc) for w, acc in zip(weights, tiles, strict=True)]
-    _store_tiles(k, k.partial, tiles)
+    d, gemv, p = k.d, k.gemv, k.plan
+    at = gemv.bf16_lane_bytes(k.activation_row, k.lane_t) + k.wave * (p.shared_steps * gemv.BF16_TILE_BYTES)
+    h = [k.activation.load(at + i * gemv.BF16_TILE_BYTES, d.vec(d.I32, 4)) for i in range(p.shared_steps)]
+    _store_tiles(k, k.partial, [gemv.multiply_bf16(tile, h) for tile in weights])
     d.barrier()
 
 
@@ -1302,12 +1275,12 @@ def publish_output(k: _Launch) -> None:
     routed = bf16(f32 sum over the picks in order); shared = bf16(sum over the waves in order); the rank's partial is
     bf16(routed + gate * shared), the gate in f32.
     """
-    d, g = k.d, k.g
+    d, gemv, g = k.d, k.gemv, k.g
 
     def value(t: Any, pair: Any) -> Any:
         live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
         at = t * (g.top_k * WORKGROUP_COLUMNS * 4) + pair * 8
-        routed = k.sum_waves(k.picks, lambda i: at + i * (WORKGROUP_COLUMNS * 4), g.top_k)
+        routed = gemv.sum_in_order(k.picks, at, WORKGROUP_COLUMNS * 4, g.top_k, d.vec(d.F32, 2))
         gate = k.gates.load(t * 4, d.F32)
         parts = []
         for e, shared in enumerate(_wave_pair(k, t, pair)):
