@@ -21,6 +21,7 @@ const Ins *op_watched(Wave *w, const Ins *i);
 #define IDLE_ROUNDS_ADVERSARIAL 24
 // Preempted slices may hold no s_sleep or clock read: a wave counts as polling for this many slices after one.
 #define POLL_AGE 16
+#define CALM_ROUNDS 8
 // Each jump grows by this part of the last: with a clock read every 32 tries, a wave sees a deadline within a few per cent of it,
 // so that of two deadlines the shorter ends first.
 #define JUMP_GROWTH 512
@@ -431,6 +432,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
 
     uint32_t idle = 0;    // rounds in which nothing changed that another wave could see
     uint32_t polling = 0; // of these the latest in which every wave ran and only polled
+    uint32_t calm = 0;    // rounds since anything changed; past CALM_ROUNDS no further wave is starved
     uint32_t round = 0;
     uint64_t jump = 1000;
     while (!m->fault.kind && m->ngroups) {
@@ -457,6 +459,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 if (m->adversarial) {
                     if (w->starve) { w->starve--; starved++; continue; }
                     adv_slice(w);
+                    if (calm >= CALM_ROUNDS) w->starve = 0;
                     if (w->starve) { starved++; continue; }
                     const uint64_t r = next_random(m);
                     limit = r & 3 ? (int64_t)(16 + (r >> 8) % 200) : (int64_t)(200 + (r >> 8) % 4000);
@@ -499,7 +502,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         if (m->fault.kind || !m->ngroups) break;
         if (m->icount_limit && m->icount > m->icount_limit) { set_fault(m, FAULT_LIMIT); break; }
         if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) { set_fault(m, FAULT_LIMIT); break; }
-        if (m->version != version || retired) { idle = polling = 0; jump = 1000; continue; }
+        if (m->version != version || retired) { idle = polling = calm = 0; jump = 1000; continue; }
         if (ran == 0 && !starved) { // nothing can run: barriers and injected stalls only
             if (m->adversarial && adv_force_drain(m)) continue;
             if (m->nlate) { m->clock = next_late_store(m); drain_late_stores(m); continue; }
@@ -514,6 +517,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             break; // injected stalls: what could end has ended
         }
         idle++;
+        calm++;
         if (starved && !working && idle >= 2) { // the others only poll: the starved waves go on, or first a store comes out
             if (next_random(m) & 3 || !adv_force_drain(m)) wake_some(m);
             idle = 0;
