@@ -71,7 +71,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _rows(text: str) -> tuple[tuple[int, int], ...]:
     """``1,3:4,8`` as ((1, 1), (3, 4), (8, 8)): requests, and the rows that they are padded to."""
-    from sgl_amd_mono.simulate.runner import MAX_ROWS
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
 
     pairs = []
     for part in text.split(","):
@@ -130,6 +130,12 @@ def _compile(options: argparse.Namespace) -> int:
             )
         ]
         artifacts = build_all(keys, binary=linked, processes=options.jobs, progress=_to_stderr)
+    except ModuleNotFoundError as error:
+        _to_stderr(
+            f"sgl-amd-mono compile: found no {error.name} in {sys.prefix}; needed: FlyDSL, with the torch and numpy "
+            "that it imports; fix: use SGLang's ROCm image, or make venv"
+        )
+        return 1
     except (BuildError, GeometryError, ValueError) as error:
         _to_stderr(f"sgl-amd-mono compile: {error}")
         return 1
@@ -166,7 +172,14 @@ def _to_stderr(text: str) -> None:
 def _simulate(options: argparse.Namespace) -> int:
     if _unknown_model(options.model):
         return 2
-    from sgl_amd_mono.simulate import report, session
+    try:
+        from sgl_amd_mono.simulate import report, session
+    except ModuleNotFoundError as error:
+        _to_stderr(
+            f"sgl-amd-mono simulate: found no {error.name} in {sys.prefix}; needed: SGLang 0.5.23 and what it imports; "
+            "fix: make demo, which makes an environment with the tested versions"
+        )
+        return 1
 
     if options.explain:
         print(report.explain())

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from sgl_amd_mono import FLAGS, FLYDSL_TESTED, SPECS, __version__
@@ -148,6 +149,9 @@ def check_plugin() -> Check:
 
 
 def _gpu() -> object | None:
+    """Properties of the AMD GPU that torch sees; None without one, and without torch, which has a check of its own."""
+    if find_spec("torch") is None:
+        return None
     import torch
 
     if not torch.cuda.is_available() or not torch.version.hip:
