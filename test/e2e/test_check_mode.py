@@ -43,12 +43,12 @@ def run(folder: Path, runtime: str, cases: list[str], **environment: str) -> dic
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("double"), "double", list(check_run.CASES))
+    return run(tmp_path_factory.mktemp("double"), "double", list(check_run.CASES), SGLANG_AMD_MONO_CHECK="1")
 
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("simulated"), "simulator", ["1 row", "3 rows", "replay"])
+    return run(tmp_path_factory.mktemp("simulated"), "simulator", ["installed", "1 row", "3 rows", "replay"])
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,10 @@ def test_replayed_steps_are_checked(runtime: str, request: pytest.FixtureRequest
     assert re.search(r"step 2: layer 1, launch k1, row \d: k1\.state\.cosine = -1, bound 0\.9999", found["spoiled"])
 
 
-def test_the_server_is_built_with_it(tmp_path: Path) -> None:
-    """`SGLANG_AMD_MONO_CHECK=1` at start attaches check mode; unset, the step keeps its plain method and no hook."""
-    on = run(tmp_path / "on", "double", ["installed"], SGLANG_AMD_MONO_CHECK="1")["installed"]
+def test_the_variable_decides_at_start(double: dict[str, Any], simulated: dict[str, Any]) -> None:
+    """`SGLANG_AMD_MONO_CHECK=1` attaches check mode; unset, the step keeps its plain method and no hook."""
+    on, off = double["installed"], simulated["installed"]
     assert on["hooks"] == [1, 1, 1] and on["wrapped"] and on["lines"] == 1
-    off = run(tmp_path / "off", "double", ["installed"])["installed"]
     assert off["hooks"] == [0, 0, 0] and not off["wrapped"] and off["lines"] == 0
 
 

@@ -45,6 +45,9 @@ def a95b_config() -> dict[str, Any]:
 
 LAYER_PERIOD = ["linear_attention"] * 3 + ["full_attention"]
 
+SPECULATIVE = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+               "--speculative-num-draft-tokens", "4"]  # fmt: skip
+
 # case -> (config fields changed, arguments added, environment)
 ARGUMENTS: dict[str, tuple[dict[str, Any], list[str], dict[str, str]]] = {
     "accepted": ({}, [], {}),
@@ -74,6 +77,16 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str], dict[str, str]]] = {
     "state dtype": ({}, ["--mamba-ssm-dtype", "float16"], {}),
     "state dtype config": ({"mamba_ssm_dtype": "float16"}, [], {}),
     "replayssm": ({}, ["--enable-linear-replayssm"], {}),
+    "verify steps": ({}, SPECULATIVE, {}),
+    "replayssm with verify steps": ({}, ["--enable-linear-replayssm", *SPECULATIVE], {}),
+    "ragged verify": ({}, SPECULATIVE, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}),
+    "eagle3": ({}, ["--speculative-algorithm", "EAGLE3", *SPECULATIVE[2:]], {}),
+    "check mode": ({}, [], {"SGLANG_AMD_MONO_CHECK": "yes"}),
+    "deterministic": ({}, ["--enable-deterministic-inference", "--attention-backend", "triton"], {}),
+    "eplb": ({}, ["--enable-eplb", "--ep-size", "8"], {}),
+    "watchdog": ({}, ["--watchdog-timeout", "8"], {}),
+    "a2a backend": ({}, ["--moe-a2a-backend", "mori"], {}),
+    "unified memory": ({}, ["--enable-unified-memory", "--attention-backend", "triton"], {}),
     "recorder": ({}, ["--expert-distribution-recorder-mode", "stat"], {}),
     "enforced fusion": ({}, ["--enforce-shared-experts-fusion"], {}),
     "gdn backend": ({}, ["--linear-attn-decode-backend", "cutedsl"], {}),
@@ -90,6 +103,14 @@ FEATURES: dict[str, tuple[list[str], str]] = {
     "lmcache": (["--enable-lmcache"], "KV offload"),
     "memory saver": (["--enable-memory-saver"], "memory release"),
     "cpu offload": (["--cpu-offload-gb", "1"], "CPU offload"),
+    "context parallel": (["--attn-cp-size", "8"], "context parallelism"),
+    "dp attention": (["--enable-dp-attention", "--dp-size", "8"], "DP attention"),
+    "multi-node": (
+        ["--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "localhost:1"],
+        "multi-node tensor parallelism",
+    ),
+    "torch compile": (["--enable-torch-compile"], "torch-compiled decode"),
+    "hicache": (["--enable-hierarchical-cache"], "KV offload"),
     "single batch overlap": (["--enable-single-batch-overlap"], "two-batch / single-batch overlap"),
 }
 
@@ -129,7 +150,7 @@ def _refused(folder: Path, fields: dict[str, Any], argv: list[str], environment:
             "--grammar-backend", "none", "--sampling-backend", "pytorch", "--enable-amd-monokernel"]  # fmt: skip
     # the prefix cache of this model's states needs a GPU platform, or the form that keeps no extra buffer
     no_buffer = ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
-    base += no_buffer if "--enable-lmcache" in argv else ["--disable-radix-cache"]
+    base += no_buffer if {"--enable-lmcache", "--enable-hierarchical-cache"} & set(argv) else ["--disable-radix-cache"]
     with _environment({"SGLANG_USE_AITER": "1"} | environment):
         try:
             prepare_server_args([*base, *argv]).resolve_once()
@@ -270,8 +291,26 @@ def weights_phase(folder: Path) -> dict[str, list[str]]:
         finally:
             for step in undo:
                 step()
+    found["compute units"] = _few_compute_units(model, config)
     found["undone"] = spec.model_disable_reasons(model, config, {})
     return found
+
+
+def _few_compute_units(model: Any, config: Any) -> list[str]:
+    """The lines of SGLang's installation on a GPU with fewer compute units than the launches have workgroups."""
+    import sglang.srt.kernel_plugins.amd.binding as binding
+
+    properties = binding.torch.cuda.get_device_properties(0)
+    before, properties.multi_processor_count = properties.multi_processor_count, 16
+    undo = _weight(model.model.layers[0].mlp.gate, "weight", lambda t: t.float())  # a second cause: both are told
+    try:
+        binding.install_monokernel_forward(model=model, hf_config=config, capture_tail_hooks=[])
+    except ValueError as error:
+        return str(error).split("; rank ")
+    finally:
+        undo()
+        properties.multi_processor_count = before
+    return []
 
 
 if __name__ == "__main__":

@@ -50,6 +50,10 @@ def config(field: str, found: str, needed: str) -> list[str]:
     return [f"config.{field}: found {found}; needed: {needed}; fix: {CHECKPOINT}"]
 
 
+RECORDER = (
+    "--expert-distribution-recorder-mode: found 'stat'; needed: none: K2 routes inside the kernel and records "
+    "nothing; fix: start without --expert-distribution-recorder-mode"
+)
 ARGUMENT_LINES = {
     "accepted": [],
     "bf16 state": [],
@@ -96,10 +100,34 @@ ARGUMENT_LINES = {
         "--enable-linear-replayssm: found on; needed: off: K1 updates the state in place; "
         "fix: start without --enable-linear-replayssm"
     ],
-    "recorder": [
-        "--expert-distribution-recorder-mode: found 'stat'; needed: none: K2 routes inside the kernel and records "
-        "nothing; fix: start without --expert-distribution-recorder-mode"
+    "verify steps": [],
+    # no K1 is built there: SGLang's own GDN keeps the states
+    "replayssm with verify steps": [],
+    "ragged verify": [
+        "uneven tokens per request in verify (SGLANG_RAGGED_VERIFY_MODE) is in use and the spec does not accept it"
     ],
+    "eagle3": ["EAGLE3 hidden states at covered layers is in use and the spec does not accept it"],
+    "check mode": [
+        "SGLANG_AMD_MONO_CHECK: found 'yes'; needed: 1 (check every launch), 0 or unset; "
+        "fix: set SGLANG_AMD_MONO_CHECK=1"
+    ],
+    "deterministic": ["--enable-deterministic-inference needs a BITWISE spec, and this one is not"],
+    "watchdog": ["--watchdog-timeout 8 s leaves the waits a deadline under 5 s"],
+    "eplb": [
+        "EPLB is in use and the spec does not accept it",
+        "expert parallelism is in use and the spec does not accept it",
+        RECORDER,
+    ],
+    "a2a backend": [
+        "expert parallelism is in use and the spec does not accept it",
+        "--moe-a2a-backend: found 'mori'; needed: 'none': K2 holds a share of every expert; "
+        "fix: --moe-a2a-backend none",
+    ],
+    "unified memory": [
+        "--enable-unified-memory: found on; needed: off: its state slots move while a step runs; "
+        "fix: start without --enable-unified-memory"
+    ],
+    "recorder": [RECORDER],
     "enforced fusion": [
         "--enforce-shared-experts-fusion: found on; needed: off: K2 runs the shared expert by itself; "
         "fix: --disable-shared-experts-fusion"
@@ -238,4 +266,14 @@ def test_loaded_experts(weights: dict[str, list[str]], case: str) -> None:
 
 
 def test_every_weight_case_is_asserted(weights: dict[str, list[str]]) -> None:
-    assert set(weights) == set(LOADED_LINES) | set(LOADED_BEGINNINGS)
+    assert set(weights) == set(LOADED_LINES) | set(LOADED_BEGINNINGS) | {"compute units"}
+
+
+def test_fewer_compute_units_than_workgroups(weights: dict[str, list[str]]) -> None:
+    """SGLang's line for the launch grid, beside ours: two wrong things are two lines."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+
+    ours, units = weights["compute units"]
+    assert ours.endswith(weight("layer 0", "mlp.gate.weight", "torch.float32", "torch.bfloat16")[0])
+    assert units == "rank 0: partitioned GPUs: 16 compute units, the launch grid needs 32".removeprefix("rank ")
+    assert Geometry.small(1).blocks == 32 and Geometry.a95b().blocks == 256
