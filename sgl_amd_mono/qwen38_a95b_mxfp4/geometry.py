@@ -123,9 +123,7 @@ class Geometry(BaseGeometry):
         )
         divide("32-column steps of a wave / slices of a ba group", self.wave_steps, self.ba_slices)
         readers = self.heads_per_key * self.units_per_head
-        require(
-            readers in (16, 32, 64, 128, 256), f"{readers} units read a key head's conv window, need a power of two"
-        )
+        require(readers in (16, 32, 64, 128, 256), f"{readers} units read one conv window, need a power of two")
         divide("waves of the grid / GDN units of a row", self.blocks * waves, self.gdn_units)
 
     # ---- shape of a launch

@@ -17,6 +17,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights
 LAYER = 5
 EPOCH = 7
 DEADLINE_TICKS = 5_000_000  # 50 ms of the virtual clock
+STATE_SCALE = 0.25  # of the SSM state, so that o is mostly read from it, as after many steps
 JUNK = -3.0  # outputs start with it, so that a value that was not written shows
 
 
@@ -156,7 +157,7 @@ def make_case(
         conv = torch.empty(slots, g.conv_channels, 3, dtype=torch.bfloat16)
         ssm = torch.empty(slots, g.value_heads, g.head_dim, g.head_dim, dtype=dtype)
     conv.copy_(bf16(gen, *conv.shape, scale=1.0))
-    ssm.copy_(torch.randn(ssm.shape, generator=gen) * 0.05)
+    ssm.copy_(torch.randn(ssm.shape, generator=gen) * STATE_SCALE)
     conv[0], ssm[0] = float("nan"), float("nan")
     return K1Case(
         key,

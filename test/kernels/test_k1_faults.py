@@ -15,7 +15,8 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import REGION_NAMES, GdnKey
 
 full = pytest.mark.full
-TP1, TP2 = Geometry.small(1), Geometry.small(2)
+STALL_DEADLINE = 200_000  # 2 ms of the virtual clock, ten times what a launch takes under the adversarial model
+TP1, TRUE = Geometry.small(1), Geometry.a95b()
 
 
 @dataclass(frozen=True)
@@ -30,40 +31,52 @@ class Place:
     regions: tuple[str, ...]  # what the record may name
 
 
-# Small TP 1: wave w of workgroup b has head 2w + b / 16; workgroup b makes q, k and v rows 16b .. of task 0.
+# Small TP 1: wave w of workgroup b has head 2w + b / 16. A wave that stops takes its unit with it; at the true
+# size and one row only wave 0 has a unit, and the whole and left-over rows are published by waves 1 and 2.
 PLACES = [
     Place("nothing published", TP1, 3, None, "start", ("PROJ", "BA")),
-    Place("q rows", TP1, 5, None, ("store", "PROJ"), ("PROJ",)),
+    Place("q rows", TRUE, 5, None, ("store", "PROJ"), ("PROJ",)),
     Place("b rows", TP1, 1, None, ("store", "BA"), ("BA",)),
     Place("chunk sums", TP1, 20, 2, ("store", "ONRM"), ("ONRM",)),
-    Place("left-over z rows", TP2, 9, None, ("store", "LEFT"), ("LEFT",)),
+    Place("left-over z rows", TRUE, 9, None, ("store", "LEFT"), ("LEFT",)),
     Place("readers of the window", TP1, None, 3, ("store", "ONRM"), ("WINDOW",)),
+]
+ROWS = [
+    pytest.param(
+        place,
+        width,
+        memory,
+        marks=() if (width, memory) == (1, "consistent") else full,
+        id=f"{place.name}-{width}-{memory}".replace(" ", "-"),
+    )
+    for place in PLACES
+    for width in ((1,) if place.geometry is TRUE else (1, 8))
+    for memory in ("consistent", "adversarial")
 ]
 
 
-@pytest.mark.parametrize("memory", ["consistent", pytest.param("adversarial", marks=full)])
-@pytest.mark.parametrize("width", [1, pytest.param(8, marks=full)])
-@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.name.replace(" ", "-"))
+@pytest.mark.parametrize(("place", "width", "memory"), ROWS)
 def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
     from sgl_amd_mono.sim import Stall
 
     case = make_case(GdnKey(place.geometry, width, stop=False), seed=31)
     before = Before.of(case)
     stall = Stall(rank=0, workgroup=place.workgroup, wave=place.wave, at=place.at)
-    report = run(case, memory=memory, faults=[stall])
+    report = run(case, memory=memory, faults=[stall], deadline_ticks=STALL_DEADLINE)
     assert report.stalled
 
     assert case.fault.error_word == 1  # 1 + the rank that failed
     (record,) = case.fault.records
     tag = tag_of(EPOCH, LAYER)
     assert record.launch == LAYER and record.rank == 0
-    assert REGION_NAMES[record.region] in place.regions
+    # With several rows, a wave behind a stalled one is itself awaited in its later rows.
+    assert REGION_NAMES[record.region] in (place.regions if width == 1 else (*place.regions, "ONRM"))
     assert record.expected_tag == tag and record.seen_tag != tag
     assert 0 <= record.workgroup < place.geometry.blocks
     for block in case.fault_blocks[1:]:  # every other rank was told
         assert int(block[0]) == 1
     # A step's ticks: the deadline, and little more.
-    assert DEADLINE_TICKS <= report.clock_end - report.clock_start < 3 * DEADLINE_TICKS
+    assert STALL_DEADLINE <= report.clock_end - report.clock_start < 3 * STALL_DEADLINE
 
     # No state row is torn (each is as it was, or as the definition has it), and the stalled ones are as they were.
     written = torn_rows(case, before)
@@ -80,7 +93,7 @@ def torn_rows(case: K1Case, before: Before) -> torch.Tensor:
     slots = case.state_index.long()
     now, old, new = case.ssm_state[slots].double(), before.ssm[slots].double(), before.trace.ssm_rows
     is_old = (now == old).all(-1)
-    is_new = (now - new).norm(dim=-1) <= 1e-3 * new.norm(dim=-1) + 1e-9
+    is_new = (now - new).norm(dim=-1) <= 1e-2 * new.norm(dim=-1) + 1e-9  # a bf16 step of v
     assert bool((is_old | is_new).all())
     return ~is_old
 
@@ -94,7 +107,7 @@ def blocked_units(place: Place, width: int) -> list[tuple[int, int, int]]:
         head, unit = divmod(index, g.units_per_head)
         wave = number // g.blocks % g.waves
         if place.name in ("nothing published", "q rows"):
-            blocked = head < g.heads_per_key  # the workgroup's group 3 or 5 lies in the q rows of key head 0
+            blocked = head < g.heads_per_key  # group 3 or 5 lies in the q rows of key head 0
         elif place.name == "b rows":
             blocked = True  # slice 1 of group 0: b of every head
         elif place.name == "chunk sums":
@@ -140,7 +153,7 @@ def test_a_wrong_tag_runs_out_of_time() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sync, "put", wrong)
         code = CodeObject.parse(compile_artifact(case.key).isa)
-    run(case, code=code)
+    run(case, code=code, deadline_ticks=STALL_DEADLINE)
     (record,) = case.fault.records
     assert REGION_NAMES[record.region] == "BA"
     assert (record.expected_tag, record.seen_tag) == (tag_of(EPOCH, LAYER), tag_of(EPOCH, LAYER) + 1)
@@ -154,7 +167,7 @@ def test_stop_builds_raise_a_gpu_fault_at_address_zero() -> None:
     case = make_case(GdnKey(TP1, 1, stop=True), seed=34)
     before = Before.of(case)
     with pytest.raises(SimFault) as caught:
-        run(case, faults=[Stall(rank=0, workgroup=1, wave=None, at=("store", "BA"))])
+        run(case, faults=[Stall(rank=0, workgroup=1, wave=None, at=("store", "BA"))], deadline_ticks=STALL_DEADLINE)
     assert caught.value.kind == "gpu-fault"
     assert case.fault.failed and not untouched(case, before)
 
@@ -175,6 +188,7 @@ def test_the_window_waits_for_its_readers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sync, "poll", no_window)
         code = CodeObject.parse(compile_artifact(case.key).isa)
-    run(case, code=code, faults=[Stall(rank=0, workgroup=None, wave=3, at=("store", "ONRM"))])
+    stall = Stall(rank=0, workgroup=None, wave=3, at=("store", "ONRM"))
+    run(case, code=code, faults=[stall], deadline_ticks=STALL_DEADLINE)
     slot = int(case.state_index[0])
     assert not torch.equal(case.conv_state[slot, :128], before.conv[slot, :128])

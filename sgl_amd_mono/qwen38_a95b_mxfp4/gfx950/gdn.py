@@ -8,8 +8,8 @@ stage              workgroups / waves   waits for                   publishes
 =================  ===================  ==========================  ==================================================
 load_rows          all                  -                           -
 Weights.issue      all                  -                           - (the workgroup's weights, into registers)
-load_unit          waves with a unit    -                           - (state, conv windows, constants)
 sums_of_squares    all                  -                           -
+load_unit          waves with a unit    -                           - (state, conv windows, constants)
 normalise          all                  one barrier                 residual_out (each column by one workgroup)
 in_proj            all                  one barrier                 PROJ (bf16 pairs), LEFT and BA (f32 K slices)
 gdn_unit           waves with a unit    "proj": q k v b a           ONRM: sum of squares of 8 outputs
@@ -52,7 +52,6 @@ from sgl_amd_mono.common.sync import ERROR_OFFSET, PAIR_BYTES
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     GDN_UNIT_ROWS,
     MAX_ROWS,
-    MFMA_K,
     MFMA_ROWS,
     NORM_COLUMNS,
     Geometry,
@@ -61,6 +60,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+OUTPUTS = ("conv_state", "ssm_state", "residual_out", "core", "scratch")  # what the kernel writes
 ABI: Abi = (
     ("hidden", "ptr"),
     ("residual", "ptr"),
@@ -89,7 +89,9 @@ ABI: Abi = (
     ("mode", "i32"),
 )
 
+READONLY = frozenset(name for name, kind in ABI if kind == "ptr" and name not in OUTPUTS)
 REGIONS = ("PROJ", "LEFT", "BA", "ONRM")  # mailbox regions of the scratch
+WAIT_ORDER = {"PROJ": 0, "LEFT": 1, "BA": 0, "ONRM": 1, "WINDOW": 2}  # place of a region's wait in the chain
 # What a fault record's region number stands for: a mailbox region, or the ONRM pairs that the owner of a key head's
 # conv window awaits before it writes the window.
 REGION_NAMES = (*REGIONS, "WINDOW")
@@ -106,7 +108,7 @@ L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 KEEP_Z_ROWS = 4  # up to here a lane keeps z of all rows in registers; above, hidden is parked in LDS
 # Vector registers that loads in flight may take at the start; the rest of 256 is for addresses and sums.
-LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 184
+LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 180
 STEP_REGISTERS = 4  # vector registers of one 16 x 32 weight tile
 UNIT_REGISTERS = 48  # of a unit's state, windows and constants
 SCRATCH_ALIGN = 256
@@ -128,6 +130,7 @@ class GdnKey(BuildKey):
     launch: ClassVar[str] = "k1"
     abi: ClassVar[Abi] = ABI
     region_names: ClassVar[tuple[str, ...]] = REGION_NAMES
+    readonly: ClassVar[frozenset[str]] = READONLY
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_ROWS:
@@ -150,6 +153,10 @@ class GdnKey(BuildKey):
     def body(self) -> Callable[..., None]:
         """The kernel as a function of its ABI names, for the build."""
         return kernel_body(self)
+
+    def scratch_regions(self) -> dict[str, tuple[int, int]]:
+        """Mailbox regions of the scratch: name -> (byte offset, bytes)."""
+        return scratch_regions(self.geometry, self.width)
 
     @property
     def unit_rounds(self) -> int:
@@ -346,9 +353,10 @@ class _Front:
 
     def __init__(self, key: GdnKey, args: dict[str, Any]) -> None:
         from sgl_amd_mono.common import device as d
+        from sgl_amd_mono.common import gemv
         from sgl_amd_mono.common.sync import Region, Sync
 
-        self.d = d
+        self.d, self.gemv = d, gemv
         self.key = key
         self.g = g = key.geometry
         self.rows = key.width
@@ -373,7 +381,10 @@ class _Front:
             stop=key.stop,
         )
         regions = scratch_regions(g, key.width)
-        self.region = {name: Region(REGIONS.index(name), args["scratch"] + d.I64(regions[name][0])) for name in REGIONS}
+        self.region = {
+            name: Region(REGIONS.index(name), args["scratch"] + d.I64(regions[name][0]), order=WAIT_ORDER[name])
+            for name in REGIONS
+        }
 
         # norm: columns of a lane, lanes of a partial; wave w owns columns w * wave_columns ..
         self.lane_columns = g.wave_columns // WAVE
@@ -415,10 +426,10 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         rows = load_rows(c)
         weights = Weights(c)
         weights.issue(weights.early)
-        unit = load_unit(c, 0)
         squares = sums_of_squares(c, rows)
+        unit = load_unit(c, 0)
         weights.issue(weights.middle)
-        normalise(c, rows, squares)
+        normalise(c, rows, squares, weights)
         weights.issue(weights.steps)
         in_proj(c, weights)
         gdn_unit(c, unit)
@@ -478,19 +489,55 @@ class Unit:
     head: Any
     index: Any  # head * units_per_head + unit of the head
     key_head: Any
-    state: list[Any]  # raw words of 4 columns of 4 rows
-    window: list[list[Any]]  # [channel 0..3][tap] bits of bf16
-    v_window: list[Any]
-    conv_w: list[Any]  # [channel 0..3] two words of two taps
-    v_conv_w: Any
-    a_log: Any
-    dt_bias: Any
-    gnorm_w: Any
+    loaded: list[Any]  # what is in flight: words, or vectors of words, of the inputs below
     state_buffer: Any
     conv_buffer: Any
     state_offset: Any  # bytes of the lane's first row in its slot
     channel_bytes: Any  # bytes of the lane's first q or k channel in its slot
     v_channel_bytes: Any
+
+
+@dataclass
+class Inputs:
+    """A unit's inputs as words: bf16 in the low half, f32, or two bf16."""
+
+    state: list[list[Any]]  # [row 0..3][word of its four columns]
+    window: list[list[Any]]  # [channel 0..3][tap]
+    v_window: list[Any]  # [tap]
+    conv_w: list[list[Any]]  # [channel 0..3][two words of two taps]
+    v_conv_w: list[Any]
+    a_log: Any
+    dt_bias: Any
+    gnorm_w: Any
+
+
+def arrived(c: _Front, u: Unit) -> Inputs:
+    """The unit's inputs, to be called where they are first used.
+
+    Their origin is hidden: the compiler would otherwise convert them right behind the loads, and so make the norm wait
+    for everything that is in flight.
+    """
+    d = c.d
+    words = iter(
+        d.opaque(word) for value in u.loaded for word in c.words(value, 1 if isinstance(value, d.I32) else value.numel)
+    )
+
+    def take(*counts: int) -> Any:
+        if len(counts) == 1:
+            return [next(words) for _ in range(counts[0])]
+        return [take(*counts[1:]) for _ in range(counts[0])]
+
+    state_words = LANE_COLUMNS if c.key.state_dtype == "float32" else LANE_COLUMNS // 2
+    return Inputs(
+        state=take(LANE_COLUMNS, state_words),
+        window=take(LANE_COLUMNS, CONV_STATE_TAPS),
+        v_window=take(CONV_STATE_TAPS),
+        conv_w=take(LANE_COLUMNS, CONV_TAPS // 2),
+        v_conv_w=take(CONV_TAPS // 2),
+        a_log=next(words),
+        dt_bias=next(words),
+        gnorm_w=next(words),
+    )
 
 
 def load_unit(c: _Front, unit_round: Any) -> Unit:
@@ -531,7 +578,7 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
         state = [state_buffer.load(state_offset + i * row_bytes, state_like) for i in range(LANE_COLUMNS)]
         first = [channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
         taps = [
-            conv_buffer.load(start + tap_stride * j, d.I16)
+            d.zext(conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
             for start in [*first, v_channel_bytes]
             for j in range(CONV_STATE_TAPS)
         ]
@@ -542,18 +589,14 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
             conv_w.load(channel * tap_bytes, d.vec(d.I32, 4)),
             conv_w.load((channel + 2) * tap_bytes, d.vec(d.I32, 4)),
             conv_w.load(v_channel * tap_bytes, d.vec(d.I32, 2)),
-            d.load(a["a_log"], head * F32_BYTES, d.F32),
-            d.load(a["dt_bias"], head * BF16_BYTES, d.I16),
-            d.load(a["gnorm_w"], (unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16),
+            d.load(a["a_log"], head * F32_BYTES, d.I32),
+            d.zext(d.load(a["dt_bias"], head * BF16_BYTES, d.I16), d.I32),
+            d.zext(d.load(a["gnorm_w"], (unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16), d.I32),
         ]
 
-    taps = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
-    like = [*[state_like] * LANE_COLUMNS, *[d.I16] * taps, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), d.F32, *[d.I16] * 2]
-    loaded = iter(d.if_else(live, loads, lambda: [d.fly.poison(kind) for kind in like], like))
-    state = [next(loaded) for _ in range(LANE_COLUMNS)]
-    window = [[next(loaded) for _ in range(CONV_STATE_TAPS)] for _ in range(LANE_COLUMNS)]
-    v_window = [next(loaded) for _ in range(CONV_STATE_TAPS)]
-    conv_words = [*c.words(next(loaded), 4), *c.words(next(loaded), 4)]
+    scalars = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
+    like = [*[state_like] * LANE_COLUMNS, *[d.I32] * scalars, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
+    loaded = d.if_else(live, loads, lambda: [d.fly.poison(kind) for kind in like], like)
     return Unit(
         some=some,
         live=live,
@@ -561,14 +604,7 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
         head=head,
         index=index,
         key_head=key_head,
-        state=state,
-        window=window,
-        v_window=v_window,
-        conv_w=[conv_words[2 * i : 2 * i + 2] for i in range(LANE_COLUMNS)],
-        v_conv_w=c.words(next(loaded), 2),
-        a_log=next(loaded),
-        dt_bias=next(loaded),
-        gnorm_w=next(loaded),
+        loaded=loaded,
         state_buffer=state_buffer,
         conv_buffer=conv_buffer,
         state_offset=state_offset,
@@ -586,36 +622,32 @@ class Weights:
     """
 
     def __init__(self, c: _Front) -> None:
-        d, g = c.d, c.g
+        d, gemv, g = c.d, c.gemv, c.g
         self.c = c
         row_bytes = g.hidden * BF16_BYTES
-        lane_row, lane_group = c.lane & (MFMA_ROWS - 1), d.shift_right_logical(c.lane, d.I32(4))
         wave_bytes = g.wave_columns * BF16_BYTES
-        step_bytes = MFMA_K * BF16_BYTES
-        lane_bytes = lane_row * row_bytes + lane_group * 16 + c.wave * wave_bytes
+        self.lane_bytes = gemv.bf16_lane_bytes(row_bytes) + c.wave * wave_bytes
         # x in LDS: column l % 16 of the product is a row of the step (columns past the last repeat it)
-        column = d.select(d.compare("ult", lane_row, d.I32(c.rows)), lane_row, d.I32(c.rows - 1))
-        self.x_bytes = column * c.x_pitch + lane_group * 16 + c.wave * wave_bytes
+        self.x_bytes = gemv.bf16_lane_bytes(c.x_pitch, gemv.clamped_row(c.rows)) + c.wave * wave_bytes
 
-        # (accumulator, buffer, uniform byte offset, byte offset inside the wave's columns, x offset) of every tile
+        # (accumulator, buffer, uniform byte offset, number in the wave's columns, x offset) of every tile
         self.tiles: list[tuple[int, Any, Any, int, Any]] = []
-        self.lane_bytes = lane_bytes
         self.whole, self.left, self.ba = list(range(g.whole_tasks)), None, in_proj_tasks(g) - 1
 
         slices = g.ba_slices
         self.ba_group, self.ba_slice = d.unsigned_divide(c.block, slices)
         self.has_ba = d.compare("ult", c.block, d.I32(g.ba_groups * slices))
-        nbytes = d.select(self.has_ba, d.I32(g.ba_rows * row_bytes), d.I32(0))
-        ba_buffer, slice_bytes = d.Buffer(c.a["w_ba"], nbytes), wave_bytes // slices
+        ba_buffer = gemv.guarded(c.a["w_ba"], g.ba_rows * row_bytes, self.has_ba)
+        slice_bytes = wave_bytes // slices
         start = self.ba_group * (MFMA_ROWS * row_bytes) + self.ba_slice * slice_bytes
         for q in range(g.wave_steps // slices):
-            self.tiles.append((self.ba, ba_buffer, start, q * step_bytes, self.ba_slice * slice_bytes))
+            self.tiles.append((self.ba, ba_buffer, start, q, self.ba_slice * slice_bytes))
 
-        buffer = d.Buffer(c.a["w_qkvz"], d.I32(g.qkvz_rows * row_bytes))
+        buffer = gemv.guarded(c.a["w_qkvz"], g.qkvz_rows * row_bytes)
         for q in range(g.wave_steps):
             for task in self.whole:
                 start = (c.block + task * g.blocks) * (MFMA_ROWS * row_bytes)
-                self.tiles.append((task, buffer, start, q * step_bytes, 0))
+                self.tiles.append((task, buffer, start, q, 0))
 
         if g.leftover_groups:
             self.left = g.whole_tasks
@@ -625,25 +657,24 @@ class Weights:
             group = self.left_group + g.whole_tasks * g.blocks
             start = group * (MFMA_ROWS * row_bytes) + self.left_slice * slice_bytes
             for q in range(g.wave_steps // slices):
-                self.tiles.append((self.left, buffer, start, q * step_bytes, self.left_slice * slice_bytes))
+                self.tiles.append((self.left, buffer, start, q, self.left_slice * slice_bytes))
 
         self.loaded: list[Any] = []
         self.steps = len(self.tiles)
-        # Registers of the rows: as loaded (two bf16 a word), then z in f32, or the residual alone (hidden is parked).
+        # Registers of the rows: as loaded (two bf16 a word), then z in f32, or the residual alone (hidden is parked),
+        # beside the unit's inputs.
         words = c.lane_columns * BF16_BYTES // 4 * c.rows
         loaded = words * (1 if c.key.first_layer else 2)
-        if c.keep_z:
-            early = middle = max(loaded, c.lane_columns * c.rows)
-        else:
-            early, middle = loaded, loaded - words
-        free = (LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED) - UNIT_REGISTERS
-        self.early, self.middle = (max(0, min(self.steps, (free - n) // STEP_REGISTERS)) for n in (early, middle))
+        left = c.lane_columns * c.rows if c.keep_z else loaded - words
+        free = LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED
+        self.middle = max(0, min(self.steps, (free - UNIT_REGISTERS - left) // STEP_REGISTERS))
+        self.early = max(0, min(self.middle, (free - loaded) // STEP_REGISTERS))
 
     def issue(self, upto: int) -> None:
         """All waves: load tiles up to number `upto`."""
-        d = self.c.d
-        for _, buffer, start, offset, _ in self.tiles[len(self.loaded) : upto]:
-            self.loaded.append(buffer.load(self.lane_bytes + offset, d.vec(d.I32, 4), d.NT, scalar=start))
+        d, gemv = self.c.d, self.c.gemv
+        for _, buffer, start, tile, _ in self.tiles[len(self.loaded) : upto]:
+            self.loaded.append(gemv.load_bf16_tile(buffer, self.lane_bytes, tile, scalar=start))
         d.compiler_fence()  # or the compiler sinks them to their use, and a trip to memory is exposed
 
 
@@ -693,7 +724,7 @@ def _load_words(c: _Front, row: int) -> list[Any]:
     return out
 
 
-def normalise(c: _Front, rows: Rows, kept: list[list[Any]]) -> None:
+def normalise(c: _Front, rows: Rows, kept: list[list[Any]], weights: Weights) -> None:
     """All waves, behind one barrier: x = bf16((z * rstd) * (1 + w)) of the wave's own columns into LDS; residual_out =
     bf16(z), each column by one workgroup. The launch's look at the error word of earlier launches is in the barrier."""
     d, g = c.d, c.g
@@ -716,6 +747,8 @@ def normalise(c: _Front, rows: Rows, kept: list[list[Any]]) -> None:
                 value = plain[first] if piece == 1 else d.vector_from(plain[first : first + piece])
                 out.store(value, c.tid * (4 * len(plain)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
         _store_words(c, t, x)
+        if rows.residual and not c.keep_z:  # the row's residual leaves its registers to more weights
+            weights.issue(weights.middle + (t + 1) * len(x) // STEP_REGISTERS)
 
 
 def _parked_z(c: _Front, rows: Rows, row: int) -> list[Any]:
@@ -738,23 +771,19 @@ def _pack(c: _Front, value: Any) -> Any:
 def in_proj(c: _Front, weights: Weights) -> None:
     """All waves: 16-row products over the wave's columns (MFMA 16x16x32: weight rows x rows of the step), then, behind
     one barrier, the sum over the 8 waves in order, and the results as mailbox pairs."""
-    d, g, w = c.d, c.g, weights
+    d, gemv, g, w = c.d, c.gemv, c.g, weights
     acc = [d.zero_acc() for _ in range(in_proj_tasks(g))]
     x: dict[Any, Any] = {}
-    for (task, _, _, offset, slice_bytes), tile in zip(w.tiles, w.loaded, strict=True):
-        place = (offset, task if isinstance(slice_bytes, d.I32) else None)
+    for (task, _, _, number, slice_bytes), tile in zip(w.tiles, w.loaded, strict=True):
+        place = (number, task if isinstance(slice_bytes, d.I32) else None)
         if place not in x:
-            x[place] = c.lds["X"].load(w.x_bytes + slice_bytes + offset, d.vec(d.I32, 4))
+            x[place] = c.lds["X"].load(w.x_bytes + slice_bytes + number * gemv.BF16_TILE_BYTES, d.vec(d.I32, 4))
         acc[task] = d.mfma_bf16(tile, x[place], acc[task])
 
     # ACC[task][wave][row of the step][weight row]
-    wave_bytes = c.rows * MFMA_ROWS * F32_BYTES
+    wave_bytes = c.rows * gemv.COLUMN_BYTES
     task_bytes = g.waves * wave_bytes
-    column, group = c.lane & (MFMA_ROWS - 1), d.shift_right_logical(c.lane, d.I32(4))
-    with d.if_(d.compare("ult", column, d.I32(c.rows))):
-        place = c.wave * wave_bytes + column * (MFMA_ROWS * F32_BYTES) + group * 16
-        for task, value in enumerate(acc):
-            c.lds["ACC"].store(value, place + task * task_bytes)
+    gemv.store_partials(c.lds["ACC"], acc, c.rows, c.wave * wave_bytes, task_bytes)
     c.sync.barrier()
     publish_products(c, w, wave_bytes, task_bytes)
 
@@ -770,11 +799,7 @@ def publish_products(c: _Front, w: Weights, wave_bytes: int, task_bytes: int) ->
 
     def total(task: Any, rest: Any) -> Any:
         place = task * task_bytes + rest * F32_BYTES
-        parts = [c.lds["ACC"].load(place + wave * wave_bytes, d.F32) for wave in WAVE_ORDER]
-        value = parts[0]
-        for part in parts[1:]:
-            value = value + part
-        return value
+        return c.gemv.sum_in_order(c.lds["ACC"], place, wave_bytes, WAVE_ORDER)
 
     def ba(chunk: Any) -> None:
         rest = chunk * WAVE + c.lane
@@ -828,11 +853,12 @@ def gdn_unit(c: _Front, u: Unit) -> None:
             qk, v_new, ba = poll_projections(c, u)
             # Issued here, looked at before the stores: it costs no trip, and later waits look at the word themselves.
             error = d.load(c.sync.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
-            q, k, v, windows, v_window = convolve(c, u, qk, v_new)
-            decay, beta = gates(c, u, ba)
-            o, state = delta_rule(c, u, q, k, v, decay, beta)
+            given = arrived(c, u)
+            q, k, v, windows, v_window = convolve(c, given, qk, v_new)
+            decay, beta = gates(c, given, ba)
+            o, state = delta_rule(c, given, q, k, v, decay, beta)
             squares, z = exchange_squares(c, u, o)
-            core = gated_norm(c, u, o, squares, z)
+            core = gated_norm(c, given, o, squares, z)
             with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
                 c.sync._leave()
             _store_core(c, u, d.bf16_bits(core))
@@ -842,6 +868,11 @@ def gdn_unit(c: _Front, u: Unit) -> None:
 
 def _int(d: Any, condition: Any) -> Any:
     return d.select(condition, d.I32(1), d.I32(0))
+
+
+def _f32(d: Any, bits: Any) -> Any:
+    """bf16 in the low half of a word as f32."""
+    return d.bitcast(bits << 16, d.F32)
 
 
 def _own_row(c: _Front) -> Any:
@@ -904,7 +935,9 @@ def _rounded(c: _Front, value: Any) -> Any:
     return c.pair(_pack(c, value))
 
 
-def convolve(c: _Front, u: Unit, qk: list[Any], v_new: Any) -> tuple[list[Any], list[Any], Any, list[Any], list[Any]]:
+def convolve(
+    c: _Front, given: Inputs, qk: list[Any], v_new: Any
+) -> tuple[list[Any], list[Any], Any, list[Any], list[Any]]:
     """Conv update of the lane's four q or k channels and its v channel; q and k norms.
 
     Returns q and k (two pairs of f32 each: the lane's four columns), v (f32), and the windows after the step (bits):
@@ -913,10 +946,10 @@ def convolve(c: _Front, u: Unit, qk: list[Any], v_new: Any) -> tuple[list[Any], 
     d = c.d
     out, windows = [], []
     for j, word in enumerate(qk):
-        first, second = u.window[2 * j], u.window[2 * j + 1]
-        taps = [d.vector_from([d.bf16_to_f32(a), d.bf16_to_f32(b)]) for a, b in zip(first, second, strict=True)]
+        first, second = given.window[2 * j], given.window[2 * j + 1]
+        taps = [d.vector_from([_f32(d, a), _f32(d, b)]) for a, b in zip(first, second, strict=True)]
         taps.append(c.pair(word))
-        w_first, w_second = u.conv_w[2 * j], u.conv_w[2 * j + 1]
+        w_first, w_second = given.conv_w[2 * j], given.conv_w[2 * j + 1]
         weights = []
         for pair_a, pair_b in zip(w_first, w_second, strict=True):
             a, b = d.f32_from_bf16_pair(pair_a), d.f32_from_bf16_pair(pair_b)
@@ -925,8 +958,8 @@ def convolve(c: _Front, u: Unit, qk: list[Any], v_new: Any) -> tuple[list[Any], 
         for weight, tap in zip(weights[1:], taps[1:], strict=True):
             total = total + _rounded(c, weight * tap)
         out.append(_rounded(c, _silu2(c, total)))
-        windows.append([*first[1:], d.trunc(word, d.I16)])
-        windows.append([*second[1:], d.trunc(d.shift_right_logical(word, d.I32(16)), d.I16)])
+        windows.append([*first[1:], word])
+        windows.append([*second[1:], d.shift_right_logical(word, d.I32(16))])
 
     # q and k: the halves of the wave hold one each, so that one reduction serves both
     squares = c.fma2(out[1], out[1], out[0] * out[0])
@@ -937,25 +970,24 @@ def convolve(c: _Front, u: Unit, qk: list[Any], v_new: Any) -> tuple[list[Any], 
     q, k = ([d.vector_from([swapped[2 * j][i], swapped[2 * j + 1][i]]) for j in range(2)] for i in range(2))
 
     # v: one channel a lane, its four products as two pairs
-    v_taps = [d.bf16_to_f32(bits) for bits in u.v_window]
-    v_taps.append(d.bitcast(v_new << 16, d.F32))
+    v_taps = [_f32(d, bits) for bits in [*given.v_window, v_new]]
     products = []
-    for j, word in enumerate(u.v_conv_w):
+    for j, word in enumerate(given.v_conv_w):
         pair = _rounded(c, c.pair(word) * d.vector_from(v_taps[2 * j : 2 * j + 2]))
         products += [d.vector_element(pair, 0), d.vector_element(pair, 1)]
     total = ((products[0] + products[1]) + products[2]) + products[3]
     v = d.bf16_round(d.silu(total))
-    return q, k, v, windows, [*u.v_window[1:], d.trunc(v_new, d.I16)]
+    return q, k, v, windows, [*given.v_window[1:], v_new]
 
 
-def gates(c: _Front, u: Unit, ba: Any) -> tuple[Any, Any]:
+def gates(c: _Front, given: Inputs, ba: Any) -> tuple[Any, Any]:
     """(decay, beta) of the unit's head, uniform: exp(-exp(A_log) * softplus(a + dt_bias)), sigmoid(b)."""
     d = c.d
     value = d.bf16_round(d.wave_sum(ba, c.g.ba_slices))
     beta = d.sigmoid(value)
     if c.key.round_beta:
         beta = d.bf16_round(beta)
-    decay = d.exp(-(d.exp(u.a_log) * d.softplus(value + d.bf16_to_f32(u.dt_bias))))
+    decay = d.exp(-(d.exp(d.bitcast(given.a_log, d.F32)) * d.softplus(value + _f32(d, given.dt_bias))))
     b_lane, a_lane = 0, MFMA_ROWS
     read = [d.read_lane(d.bitcast(v, d.I32), lane) for v, lane in ((decay, a_lane), (beta, b_lane))]
     return d.bitcast(read[0], d.F32), d.bitcast(read[1], d.F32)
@@ -969,17 +1001,17 @@ def _dot(c: _Front, row: list[Any], other: list[Any]) -> Any:
 
 
 def delta_rule(
-    c: _Front, u: Unit, q: list[Any], k: list[Any], v: Any, decay: Any, beta: Any
+    c: _Front, given: Inputs, q: list[Any], k: list[Any], v: Any, decay: Any, beta: Any
 ) -> tuple[Any, list[list[Any]]]:
     """S *= decay; S += beta * (v - S k) k^T; o = bf16(S q). Returns o of the lane's own row, and the state rows."""
     d = c.d
     rows, outputs = [], []
-    for i, raw in enumerate(u.state):
+    for i, words in enumerate(given.state):
         if c.key.state_dtype == "float32":
-            words = [d.bitcast(d.vector_element(raw, n), d.F32) for n in range(LANE_COLUMNS)]
-            state = [d.vector_from(words[:2]), d.vector_from(words[2:])]
+            floats = [d.bitcast(word, d.F32) for word in words]
+            state = [d.vector_from(floats[:2]), d.vector_from(floats[2:])]
         else:
-            state = [c.pair(d.vector_element(raw, n)) for n in range(2)]
+            state = [c.pair(word) for word in words]
         state = [value * c.splat(decay) for value in state]
         new = c.splat((d.dpp(v, _quad_broadcast(i)) - _dot(c, state, k)) * beta)
         state = [c.fma2(new, key, value) for key, value in zip(k, state, strict=True)]
@@ -1014,7 +1046,7 @@ def exchange_squares(c: _Front, u: Unit, o: Any) -> tuple[Any, Any]:
         place = (u.row * (g.leftover_groups * MFMA_ROWS) + (own - first)) * g.leftover_slices + slice_
         index = d.select(left_over, place, index)
         number = d.select(left_over, d.I32(left.number), d.I32(region.number))
-        region = type(region)(number, d.select(left_over, left.base, region.base))
+        region = type(region)(number, d.select(left_over, left.base, region.base), order=left.order)
     sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
     squares, word = c.sync.poll([(c.region["ONRM"], sums), (region, index)], [d.F32, d.I32])
 
@@ -1032,11 +1064,11 @@ def exchange_squares(c: _Front, u: Unit, o: Any) -> tuple[Any, Any]:
     return d.wave_sum(squares, g.units_per_head), z
 
 
-def gated_norm(c: _Front, u: Unit, o: Any, squares: Any, z: Any) -> Any:
+def gated_norm(c: _Front, given: Inputs, o: Any, squares: Any, z: Any) -> Any:
     """(o * rstd * w) * silu(z) of the lane's row, f32."""
     d, g = c.d, c.g
     rstd = d.rsq(d.fma(squares, d.F32(1.0 / g.head_dim), d.F32(g.eps)))
-    return ((o * rstd) * d.bf16_to_f32(u.gnorm_w)) * d.silu(z)
+    return ((o * rstd) * _f32(d, given.gnorm_w)) * d.silu(z)
 
 
 def _store_core(c: _Front, u: Unit, bits: Any) -> None:
@@ -1065,7 +1097,7 @@ def store_state(c: _Front, u: Unit, rows: list[list[Any]], v_window: list[Any]) 
 def _store_taps(c: _Front, u: Unit, first: Any, taps: list[Any]) -> None:
     stride = c.a["conv_tap_stride"] * BF16_BYTES
     for j, bits in enumerate(taps):
-        u.conv_buffer.store(bits, first + stride * j)
+        u.conv_buffer.store(c.d.trunc(bits, c.d.I16), first + stride * j)
 
 
 def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:
@@ -1074,7 +1106,8 @@ def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:
     d, g = c.d, c.g
     readers = g.heads_per_key * g.units_per_head
     with d.if_(d.compare("eq", d.unsigned_divide(u.index, readers)[1], d.I32(0))):
-        window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), c.region["ONRM"].base)
+        place = c.region["ONRM"].base
+        window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), place, order=WAIT_ORDER["WINDOW"])
         first = u.row * g.gdn_units + u.index
         lanes = [c.lane + WAVE * n for n in range(max(1, readers // WAVE))]
         c.sync.poll([(window, first + (lane & (readers - 1))) for lane in lanes])

@@ -3,7 +3,7 @@
 
 One function a stage, in the kernel's order. Values that the kernel rounds to bf16 are rounded here at the same place
 (float64 -> float32 -> bf16, to nearest even); everything between is float64. `z = hidden + residual` is a float32 sum,
-because both the residual that is written and the norm start from that sum.
+because both the residual that is written and the norm start from that sum; the norm states its float32 roundings.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class GdnTrace:
 
 
 def residual_and_norm(hidden: Tensor, residual: Tensor | None, norm_w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual_out bf16, x float64): z = f32(h) + f32(r); residual_out = bf16(z); x = bf16((z*rstd)*(1+w))."""
+    """(residual_out bf16, x float64): z = f32(h) + f32(r); residual_out = bf16(z); x = bf16((z*rstd)*(1+w)).
+
+    The mean is float64; rstd, 1 + w and both products of x are rounded to float32, as SGLang's norm does.
+    """
     z = hidden.float() if residual is None else hidden.float() + residual.float()
-    z64 = z.double()
-    rstd = torch.rsqrt((z64 * z64).mean(-1, keepdim=True) + eps)
-    x = round_bf16(z64 * rstd * (1.0 + norm_w.double()))
-    return z.to(torch.bfloat16), x
+    rstd = torch.rsqrt(z.double().square().mean(-1, keepdim=True) + eps).float()
+    x = (z * rstd) * (1.0 + norm_w.float())
+    return z.to(torch.bfloat16), round_bf16(x.double())
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
