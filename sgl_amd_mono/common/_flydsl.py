@@ -191,20 +191,32 @@ def offset_pointer(base: ir.Value, byte_offset: Any) -> ir.Value:
     return llvm.GEPOp(base.type, base, [offset], [_DYNAMIC], ir.IntegerType.get_signless(8), 0).result
 
 
-def load(ptr: ir.Value, like: Any, *, align: int, scope: str | None = None, nontemporal: bool = False,
-         invariant: bool = False) -> Any:
+def load(
+    ptr: ir.Value,
+    like: Any,
+    *,
+    align: int,
+    scope: str | None = None,
+    nontemporal: bool = False,
+    invariant: bool = False,
+) -> Any:
     """Load ``like`` from a pointer; with ``scope`` a relaxed atomic (``""`` = system)."""
     if scope is None:
         op = llvm.LoadOp(type_of(like), ptr, alignment=align, nontemporal=nontemporal, invariant=invariant)
     else:
-        op = llvm.LoadOp(
-            type_of(like), ptr, alignment=align, ordering=_ORDERING.monotonic, syncscope=scope or None
-        )
+        op = llvm.LoadOp(type_of(like), ptr, alignment=align, ordering=_ORDERING.monotonic, syncscope=scope or None)
     return wrap(op.result, like)
 
 
-def store(value: Any, ptr: ir.Value, *, align: int, scope: str | None = None, volatile: bool = False,
-          nontemporal: bool = False) -> None:
+def store(
+    value: Any,
+    ptr: ir.Value,
+    *,
+    align: int,
+    scope: str | None = None,
+    volatile: bool = False,
+    nontemporal: bool = False,
+) -> None:
     """Store to a pointer; with ``scope`` a relaxed atomic (``""`` = system)."""
     if scope is None:
         llvm.StoreOp(raw(value), ptr, alignment=align, volatile_=volatile, nontemporal=nontemporal)
@@ -216,8 +228,13 @@ def compare_exchange(ptr: ir.Value, expected: Any, value: Any, *, align: int, sc
     """Relaxed compare-and-swap; returns the value found before it."""
     kind = kind_of(value)
     op = llvm.AtomicCmpXchgOp(
-        ptr, raw(expected), raw(value), _ORDERING.monotonic, _ORDERING.monotonic,
-        syncscope=scope or None, alignment=align,
+        ptr,
+        raw(expected),
+        raw(value),
+        _ORDERING.monotonic,
+        _ORDERING.monotonic,
+        syncscope=scope or None,
+        alignment=align,
     )
     return wrap(llvm.ExtractValueOp(type_of(kind), op.results[0], [0]).result, kind)
 
@@ -259,8 +276,9 @@ def if_(condition: Any) -> Iterator[None]:
         scf.YieldOp([])
 
 
-def if_else(condition: Any, then: Callable[[], Sequence[Any]], otherwise: Callable[[], Sequence[Any]],
-            like: Sequence[Any]) -> list[Any]:
+def if_else(
+    condition: Any, then: Callable[[], Sequence[Any]], otherwise: Callable[[], Sequence[Any]], like: Sequence[Any]
+) -> list[Any]:
     """Values of the branch taken; ``like`` names their types (see ``wrap``)."""
     op = scf.IfOp(raw(condition), [type_of(k) for k in like], has_else=True)
     with ir.InsertionPoint(op.then_block):
@@ -270,8 +288,9 @@ def if_else(condition: Any, then: Callable[[], Sequence[Any]], otherwise: Callab
     return [wrap(r, k) for r, k in zip(op.results, like, strict=True)]
 
 
-def for_range(start: Any, stop: Any, step: Any, init: Sequence[Any],
-              body: Callable[..., Sequence[Any] | None]) -> list[Any]:
+def for_range(
+    start: Any, stop: Any, step: Any, init: Sequence[Any], body: Callable[..., Sequence[Any] | None]
+) -> list[Any]:
     """``for i in range(start, stop, step)`` over ``Int32``; ``body(i, *carried)`` returns the next carried values."""
     kinds = [kind_of(v) for v in init]
     op = scf.ForOp(raw(fx.Int32(start)), raw(fx.Int32(stop)), raw(fx.Int32(step)), [raw(v) for v in init])
@@ -356,8 +375,11 @@ def _trace(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]],
             one = raw(fx.Index(1))
             gpu.LaunchFuncOp(
                 ["kernels", name],
-                (raw(fx.Index(grid)), one, one), (raw(fx.Index(block)), one, one),
-                list(kernel_args), async_dependencies=[stream], dynamic_shared_memory_size=None,
+                (raw(fx.Index(grid)), one, one),
+                (raw(fx.Index(block)), one, one),
+                list(kernel_args),
+                async_dependencies=[stream],
+                dynamic_shared_memory_size=None,
             )
             func_dialect.ReturnOp([])
     module.operation.verify()
@@ -365,8 +387,9 @@ def _trace(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]],
     return ir.Module.parse(module.operation.get_asm(enable_debug_info=False))
 
 
-def _lowered(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]], grid: int, block: int,
-             hints: dict[str, Any]) -> tuple[ir.Module, str]:
+def _lowered(
+    body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]], grid: int, block: int, hints: dict[str, Any]
+) -> tuple[ir.Module, str]:
     module = _trace(body, name, abi, grid, block)
     backend = get_backend("rocm", arch=TARGET)
     backend.lower_compile_hints(module, compile_hints=hints)
@@ -399,7 +422,7 @@ def _unescape(text: str) -> str:
                 out.append(text[i + 1])
                 i += 2
             else:
-                out.append(chr(int(text[i + 1:i + 3], 16)))
+                out.append(chr(int(text[i + 1 : i + 3], 16)))
                 i += 3
         else:
             out.append(text[i])
@@ -407,8 +430,16 @@ def _unescape(text: str) -> str:
     return "".join(out)
 
 
-def compile_kernel(body: Callable[..., None], name: str, abi: Sequence[tuple[str, str]], grid: int, block: int,
-                   *, hints: dict[str, Any] | None = None, binary: bool = False) -> tuple[str, str | None]:
+def compile_kernel(
+    body: Callable[..., None],
+    name: str,
+    abi: Sequence[tuple[str, str]],
+    grid: int,
+    block: int,
+    *,
+    hints: dict[str, Any] | None = None,
+    binary: bool = False,
+) -> tuple[str, str | None]:
     """Trace and lower ``body`` for gfx950.
 
     ``abi``: ordered (name, type) with type ``ptr``, ``i64`` or ``i32``; the body is called with these as keywords.

@@ -196,7 +196,7 @@ class Artifact:
             if not low <= value < high:
                 raise BuildError(f"{self.name}: '{argument.name}' = {value} does not fit {argument.size} bytes")
             raw = (value % high).to_bytes(argument.size, "little")
-            block[argument.offset:argument.offset + argument.size] = raw
+            block[argument.offset : argument.offset + argument.size] = raw
         return bytes(block)
 
 
@@ -233,13 +233,26 @@ def compile_artifact(key: BuildKey, *, binary: bool = False) -> Artifact:
     )
     arguments, kernarg_bytes = checked_arguments(key.name, key.abi, isa)
     return Artifact(
-        name=key.name, isa=isa, arguments=arguments, kernarg_bytes=kernarg_bytes, grid=key.grid, block=key.block,
-        resources=read_resources(isa), compile_seconds=time.perf_counter() - started, binary=module,
+        name=key.name,
+        isa=isa,
+        arguments=arguments,
+        kernarg_bytes=kernarg_bytes,
+        grid=key.grid,
+        block=key.block,
+        resources=read_resources(isa),
+        compile_seconds=time.perf_counter() - started,
+        binary=module,
     )
 
 
-def build_all(keys: Sequence[BuildKey], *, binary: bool = False, cache_dir: Path | None = None,
-              processes: int | None = None, progress: Callable[[str], None] | None = None) -> list[Artifact]:
+def build_all(
+    keys: Sequence[BuildKey],
+    *,
+    binary: bool = False,
+    cache_dir: Path | None = None,
+    processes: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Artifact]:
     """Build many keys, the missing ones in parallel processes (default: one a core); order as given."""
     unique = list(dict.fromkeys(keys))
     folder = cache_dir or default_cache_dir()
@@ -317,11 +330,14 @@ def read_resources(isa: str) -> Resources:
     """Resources of the one kernel in ``isa``."""
     metadata = _metadata(isa)
     return Resources(
-        vgprs=_field(metadata, "vgpr_count"), agprs=_field(metadata, "agpr_count"),
+        vgprs=_field(metadata, "vgpr_count"),
+        agprs=_field(metadata, "agpr_count"),
         sgprs=_field(metadata, "sgpr_count"),
-        vgpr_spills=_field(metadata, "vgpr_spill_count"), sgpr_spills=_field(metadata, "sgpr_spill_count"),
+        vgpr_spills=_field(metadata, "vgpr_spill_count"),
+        sgpr_spills=_field(metadata, "sgpr_spill_count"),
         lds_bytes=_field(metadata, "group_segment_fixed_size"),
-        scratch_bytes=_field(metadata, "private_segment_fixed_size"), instructions=len(instruction_lines(isa)),
+        scratch_bytes=_field(metadata, "private_segment_fixed_size"),
+        instructions=len(instruction_lines(isa)),
     )
 
 
@@ -451,7 +467,7 @@ def _imports(path: str, mtime_ns: int, name: str, is_package: bool) -> tuple[str
             base = node.module or ""
             if node.level:
                 parts = name.split(".")
-                parts = parts[:len(parts) - node.level + is_package]
+                parts = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*parts, *([base] if base else [])])
             found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
     return tuple(found)

@@ -127,11 +127,6 @@ def ballot(condition: Any) -> fx.Int64:
     return intrinsic("llvm.amdgcn.ballot.i64", I64, [condition])
 
 
-def all_lanes(condition: Any) -> Any:
-    """True (uniform) when ``condition`` holds in every active lane."""
-    return compare("eq", ballot(select(condition, fx.Boolean(False), fx.Boolean(True))), I64(0))
-
-
 def opaque(value: fx.Int32) -> fx.Int32:
     """``value`` in a vector register with its origin hidden from the compiler (stops hoisting across stages)."""
     return fly.inline_asm("", "=v,0", I32, [value])
@@ -314,13 +309,6 @@ def compiler_fence() -> None:
 def wait_stores() -> None:
     """This wave's vector-memory operations are complete (stores have reached their scope): ``s_waitcnt vmcnt(0)``."""
     fly.inline_asm("s_waitcnt vmcnt(0)", "~{memory}")
-
-
-def wait_loads(outstanding: int) -> None:
-    """At most ``outstanding`` vector-memory operations of this wave are in flight (they complete in order)."""
-    if not 0 <= outstanding < 64:
-        raise ValueError(f"vmcnt({outstanding}) cannot be encoded; needed: 0 .. 63")
-    fly.inline_asm(f"s_waitcnt vmcnt({outstanding})", "~{memory}")
 
 
 def wait_lds() -> None:
@@ -524,12 +512,6 @@ def f32_from_bf16_pair(word: fx.Int32) -> tuple[fx.Float32, fx.Float32]:
     return bitcast(word << 16, F32), bitcast(word & I32(-65536), F32)
 
 
-def bf16_to_f32(value: Any) -> fx.Float32:
-    """A ``BFloat16``, or the 16 bits of one, as f32 (exact)."""
-    bits = value if isinstance(value, fx.Int16) else bitcast(value, I16)
-    return bitcast(zext(bits, I32) << 16, F32)
-
-
 def bf16_bits(value: fx.Float32) -> fx.Int16:
     """Bits of ``value`` rounded to bf16 (nearest even)."""
     return trunc(pack_bf16(value, value), I16)
@@ -575,17 +557,6 @@ def mxfp4_pack8(values: Sequence[fx.Float32], code: fx.Int32) -> fx.Int32:
     return word
 
 
-def mxfp4_quantize32(values: Sequence[fx.Float32]) -> tuple[list[fx.Int32], fx.Int32]:
-    """One block held by one lane: 32 f32 -> (four words of eight e2m1, e8m0 code)."""
-    if len(values) != MX_BLOCK:
-        raise ValueError(f"an MX block has {MX_BLOCK} values, got {len(values)}")
-    amax = fx.Float32(0.0)
-    for value in values:
-        amax = maximum(amax, intrinsic("llvm.fabs.f32", F32, [value]))
-    code = mxfp4_code(amax)
-    return [mxfp4_pack8(values[8 * i:8 * i + 8], code) for i in range(4)], code
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # MFMA
 # ---------------------------------------------------------------------------------------------------------------
@@ -619,6 +590,15 @@ def mfma_mxfp4(a: Any, b: Any, acc: Any, scale_a: fx.Int32, byte_a: int, scale_b
     Byte ``byte_*`` (0..3) of ``scale_*`` is the e8m0 code of that lane's 32 elements.
     """
     kind = vec(I32, 4)
-    args = [bitcast(a, kind), bitcast(b, kind), acc, I32(_FMT_FP4), I32(_FMT_FP4),
-            I32(byte_a), scale_a, I32(byte_b), scale_b]
+    args = [
+        bitcast(a, kind),
+        bitcast(b, kind),
+        acc,
+        I32(_FMT_FP4),
+        I32(_FMT_FP4),
+        I32(byte_a),
+        scale_a,
+        I32(byte_b),
+        scale_b,
+    ]
     return intrinsic("llvm.amdgcn.mfma.scale.f32.16x16x128.f8f6f4", ACC, args)

@@ -96,10 +96,9 @@ def store_partials(region: d.LdsRegion, accs: Sequence[Any], rows: int, base: An
             region.store(acc, place + i * stride)
 
 
-def sum_in_order(region: d.LdsRegion, place: Any, stride: int, count: int, like: Any = d.F32) -> Any:
-    """f32 sum (scalar or vector) of the values at ``place + n * stride``, n = 0 .. count - 1 in order, the first taken
-    as it is."""
-    total = region.load(place, like)
-    for n in range(1, count):
-        total = total + region.load(place + n * stride, like)
-    return total
+def sum_in_order(region: d.LdsRegion, place: Any, stride: int, order: Sequence[int], like: Any = d.F32) -> Any:
+    """f32 sum of the values (scalar or vector) at ``place + n * stride``, n in ``order``; the first is taken as is."""
+    first, *rest = [region.load(place + n * stride, like) for n in order]
+    for value in rest:
+        first = first + value
+    return first

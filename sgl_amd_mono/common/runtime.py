@@ -140,8 +140,14 @@ class HipRuntime:
     callable(values, stream)``, by default FlyDSL's executor.
     """
 
-    def __init__(self, request: RuntimeRequest, *, api: HipApi | None = None,
-                 make_launcher: Callable[..., Any] | None = None, torch: Any = None) -> None:
+    def __init__(
+        self,
+        request: RuntimeRequest,
+        *,
+        api: HipApi | None = None,
+        make_launcher: Callable[..., Any] | None = None,
+        torch: Any = None,
+    ) -> None:
         if request.isa != building.TARGET:
             raise LaunchError(f"the kernels are built for {building.TARGET}, this device is {request.isa}")
         if torch is None:

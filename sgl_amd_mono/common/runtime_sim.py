@@ -131,8 +131,16 @@ def share_in_place(tensor: Any) -> tuple[int, int]:
 class Simulation:
     """The machine and what is mapped on it; lives in one process."""
 
-    def __init__(self, ranks: int, *, memory: str, seed: int, cus: int, wall_clock_s: float | None,
-                 machine_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        memory: str,
+        seed: int,
+        cus: int,
+        wall_clock_s: float | None,
+        machine_options: dict[str, Any] | None = None,
+    ) -> None:
         from sgl_amd_mono.sim import CodeObject, Launch, Machine, SimError
 
         self._code_object, self._launch_type, self.error_type = CodeObject, Launch, SimError
@@ -162,20 +170,31 @@ class Simulation:
                         continue
                     host = self._host_address(block, opened)
                     self.machine.map(
-                        launch.rank, block.address, block.nbytes, block.name, host_address=host, kind=block.kind,
+                        launch.rank,
+                        block.address,
+                        block.nbytes,
+                        block.name,
+                        host_address=host,
+                        kind=block.kind,
                         regions=list(block.regions),
                     )
                     if block.persistent:
                         self._persistent.add(place)
                     else:
                         transient.append(place)
-            return self.machine.launch([
-                self._launch_type(
-                    rank=launch.rank, code=launch.code or self.code(launch.isa), grid=launch.grid, block=launch.block,
-                    kernargs=launch.kernargs, name=launch.name,
-                )
-                for launch in launches
-            ])
+            return self.machine.launch(
+                [
+                    self._launch_type(
+                        rank=launch.rank,
+                        code=launch.code or self.code(launch.isa),
+                        grid=launch.grid,
+                        block=launch.block,
+                        kernargs=launch.kernargs,
+                        name=launch.name,
+                    )
+                    for launch in launches
+                ]
+            )
         finally:
             for rank, address in transient:
                 self.machine.unmap(rank, address)
@@ -249,9 +268,17 @@ class Cluster:
     ``memory``: "consistent" or "adversarial"; ``seed`` drives the scheduler. ``machine_options`` go to ``Machine``.
     """
 
-    def __init__(self, ranks: int = 1, *, memory: str = "consistent", seed: int = 0, cus: int = 256,
-                 wall_clock_s: float | None = None, timeout_s: float = MEETING_TIMEOUT_S,
-                 machine_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        *,
+        memory: str = "consistent",
+        seed: int = 0,
+        cus: int = 256,
+        wall_clock_s: float | None = None,
+        timeout_s: float = MEETING_TIMEOUT_S,
+        machine_options: dict[str, Any] | None = None,
+    ) -> None:
         self.ranks = ranks
         self.simulation = Simulation(
             ranks, memory=memory, seed=seed, cus=cus, wall_clock_s=wall_clock_s, machine_options=machine_options
@@ -285,8 +312,15 @@ class Cluster:
         index, self._peers = self._peers, self._peers + 1
         tensors = [_aligned_zeros(nbytes) for _ in range(self.ranks)]
         return [
-            SimulatorPeerBuffer(rank, tensors[rank], index, self.ranks, self._spaces[rank], nbytes,
-                                [_Owner(t.data_ptr(), None) for t in tensors])
+            SimulatorPeerBuffer(
+                rank,
+                tensors[rank],
+                index,
+                self.ranks,
+                self._spaces[rank],
+                nbytes,
+                [_Owner(t.data_ptr(), None) for t in tensors],
+            )
             for rank in range(self.ranks)
         ]
 
@@ -502,7 +536,7 @@ def _aligned_zeros(nbytes: int) -> Any:
 
     whole = torch.zeros(nbytes + SCRATCH_ALIGN, dtype=torch.uint8)
     start = -whole.data_ptr() % SCRATCH_ALIGN
-    return whole[start:start + nbytes]
+    return whole[start : start + nbytes]
 
 
 @dataclass
@@ -542,7 +576,8 @@ class _RankSpace:
 
     def prepare(self, kernel: Kernel, args: Sequence[Any]) -> RankLaunch:
         tensors = [
-            (argument.name, value) for argument, value in zip(kernel.artifact.arguments, args, strict=False)
+            (argument.name, value)
+            for argument, value in zip(kernel.artifact.arguments, args, strict=False)
             if hasattr(value, "data_ptr")
         ]
         if self.shared:
@@ -551,8 +586,14 @@ class _RankSpace:
         values = argument_values(kernel, args)  # addresses are read after the storages have moved
         artifact = kernel.artifact
         return RankLaunch(
-            rank=self.rank, name=artifact.name, grid=artifact.grid, block=artifact.block,
-            kernargs=artifact.pack(values), blocks=self._blocks(kernel, tensors), isa=artifact.isa, code=kernel.loaded,
+            rank=self.rank,
+            name=artifact.name,
+            grid=artifact.grid,
+            block=artifact.block,
+            kernargs=artifact.pack(values),
+            blocks=self._blocks(kernel, tensors),
+            isa=artifact.isa,
+            code=kernel.loaded,
         )
 
     def _blocks(self, kernel: Kernel, tensors: Sequence[tuple[str, Any]]) -> list[Block]:
@@ -582,8 +623,9 @@ class _RankSpace:
         for start, end, name, readonly, tensor in merged:
             kind = "readonly" if readonly else "plain"
             blocks.append(self._block(start, end - start, name, kind, tensor, (), False))
-        peers = [replace(b, regions=tuple(r for r in self.peer_regions if r[1] + r[2] <= b.nbytes))
-                 for b in self.peer_blocks]
+        peers = [
+            replace(b, regions=tuple(r for r in self.peer_regions if r[1] + r[2] <= b.nbytes)) for b in self.peer_blocks
+        ]
         return list({(b.address, b.nbytes): b for b in [*blocks, *peers]}.values())
 
     def _owned_by(self, address: int, nbytes: int) -> tuple[Any, str] | None:
@@ -611,8 +653,9 @@ class SimulatorPeerBuffer:
     ``table`` holds, for this rank, an address of its own for each rank's buffer; all name the same bytes.
     """
 
-    def __init__(self, rank: int, tensor: Any, index: int, ranks: int, space: _RankSpace, nbytes: int,
-                 owners: Sequence[_Owner]) -> None:
+    def __init__(
+        self, rank: int, tensor: Any, index: int, ranks: int, space: _RankSpace, nbytes: int, owners: Sequence[_Owner]
+    ) -> None:
         import torch
 
         if nbytes < FAULT_BLOCK_BYTES:
@@ -668,10 +711,20 @@ class SimulatorRuntime:
     processes meet in rank 0's. ``reports`` collects a ``LaunchReport`` a launch (on the rank that simulates).
     """
 
-    def __init__(self, request: RuntimeRequest, *, cluster: Cluster | None = None, memory: str = "consistent",
-                 seed: int = 0, cus: int = 256, wall_clock_s: float | None = None,
-                 timeout_s: float = MEETING_TIMEOUT_S, on_report: Callable[[LaunchReport], None] | None = None,
-                 machine_options: dict[str, Any] | None = None, processes: int | None = None) -> None:
+    def __init__(
+        self,
+        request: RuntimeRequest,
+        *,
+        cluster: Cluster | None = None,
+        memory: str = "consistent",
+        seed: int = 0,
+        cus: int = 256,
+        wall_clock_s: float | None = None,
+        timeout_s: float = MEETING_TIMEOUT_S,
+        on_report: Callable[[LaunchReport], None] | None = None,
+        machine_options: dict[str, Any] | None = None,
+        processes: int | None = None,
+    ) -> None:
         group = request.group
         self._group = group
         self._on_report = on_report
@@ -686,13 +739,27 @@ class SimulatorRuntime:
                 raise LaunchError(f"a cluster of {cluster.ranks} ranks for a group of {group.size}")
             self._space = cluster._spaces[group.rank]
         elif group.size == 1:
-            self._cluster = Cluster(1, memory=memory, seed=seed, cus=cus, wall_clock_s=wall_clock_s,
-                                    timeout_s=timeout_s, machine_options=machine_options)
+            self._cluster = Cluster(
+                1,
+                memory=memory,
+                seed=seed,
+                cus=cus,
+                wall_clock_s=wall_clock_s,
+                timeout_s=timeout_s,
+                machine_options=machine_options,
+            )
             self._space = self._cluster._spaces[0]
         else:
+
             def make_simulation() -> Simulation:
-                return Simulation(group.size, memory=memory, seed=seed, cus=cus, wall_clock_s=wall_clock_s,
-                                  machine_options=machine_options)
+                return Simulation(
+                    group.size,
+                    memory=memory,
+                    seed=seed,
+                    cus=cus,
+                    wall_clock_s=wall_clock_s,
+                    machine_options=machine_options,
+                )
 
             self._meeting = ProcessMeeting(group, make_simulation, timeout_s)
             self._space = _RankSpace(group.rank, shared=group.rank > 0)

@@ -80,8 +80,9 @@ class FaultRecord:
         """Step of the expected tag, modulo 2**22."""
         return (self.expected_tag - 1) // TAG_SLOTS
 
-    def describe(self, launch_name: Callable[[int], str] | None = None,
-                 region_name: Callable[[int, int], str] | None = None) -> str:
+    def describe(
+        self, launch_name: Callable[[int], str] | None = None, region_name: Callable[[int, int], str] | None = None
+    ) -> str:
         """One line; ``launch_name(slot)`` and ``region_name(slot, region)`` give a model's own names."""
         launch = launch_name(self.launch) if launch_name else f"launch slot {self.launch}"
         if self.region in COMMON_REGIONS:
@@ -106,8 +107,9 @@ class FaultState:
         """True when some rank of the group failed."""
         return self.error_word != 0
 
-    def describe(self, launch_name: Callable[[int], str] | None = None,
-                 region_name: Callable[[int, int], str] | None = None) -> str:
+    def describe(
+        self, launch_name: Callable[[int], str] | None = None, region_name: Callable[[int, int], str] | None = None
+    ) -> str:
         """Text for a log: every record, or the failing rank where no record arrived."""
         if not self.failed:
             return "no fault"
@@ -124,7 +126,7 @@ def decode_fault_block(words: Sequence[int]) -> FaultState:
     records = []
     for rank in range(MAX_RANKS):
         start = RECORD_OFFSET // 4 + rank * RECORD_WORDS
-        valid, *fields = unsigned[start:start + RECORD_WORDS]
+        valid, *fields = unsigned[start : start + RECORD_WORDS]
         if valid:
             records.append(FaultRecord(*fields))
     return FaultState(unsigned[ERROR_OFFSET // 4], tuple(records))
@@ -153,8 +155,19 @@ class Sync:
     16 bytes of this kernel.
     """
 
-    def __init__(self, *, epoch: Any, slot: Any, peers: Any, rank: Any, ranks: int, deadline_ticks: Any, mode: Any,
-                 dead: Any, stop: bool) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: Any,
+        slot: Any,
+        peers: Any,
+        rank: Any,
+        ranks: int,
+        deadline_ticks: Any,
+        mode: Any,
+        dead: Any,
+        stop: bool,
+    ) -> None:
         from sgl_amd_mono.common import device as d
 
         self._d = d
@@ -269,7 +282,9 @@ class Sync:
                 d.sleep(POLL_SLEEP)
             (start,) = d.if_else(
                 d.compare("eq", spin & (SPINS_PER_CHECK - 1), d.I32(SPINS_PER_CHECK - 1)),
-                lambda: [self._check(start, pairs, before)], lambda: [start], [d.I64],
+                lambda: [self._check(start, pairs, before)],
+                lambda: [start],
+                [d.I64],
             )
             words = [
                 d.fly.load(p, d.I64, align=PAIR_BYTES, scope="" if r.system else "agent")
@@ -354,7 +369,7 @@ class Sync:
         share = [d.lane_id() + d.WAVE_LANES * k for k in range(-(-blocks // d.WAVE_LANES))]
         clamped = [d.select(d.compare("ult", i, d.I32(blocks)), i, d.I32(blocks - 1)) for i in share]
         for first in range(0, len(clamped), MAX_BATCH):
-            self.poll([(number, i) for i in clamped[first:first + MAX_BATCH]])
+            self.poll([(number, i) for i in clamped[first : first + MAX_BATCH]])
 
 
 def _pair(d: Any, value: Any, tag: Any) -> Any:

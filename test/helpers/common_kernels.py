@@ -14,8 +14,14 @@ from sgl_amd_mono.common.build import Abi, BuildKey
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, HOT_LINE_BYTES, PAIR_BYTES
 
 SYNC_ABI: Abi = (
-    ("scratch", "ptr"), ("peers", "ptr"), ("epoch", "ptr"), ("deadline_ticks", "i64"), ("rank", "i32"),
-    ("layer_slot", "i32"), ("mode", "i32"), ("last", "i32"),
+    ("scratch", "ptr"),
+    ("peers", "ptr"),
+    ("epoch", "ptr"),
+    ("deadline_ticks", "i64"),
+    ("rank", "i32"),
+    ("layer_slot", "i32"),
+    ("mode", "i32"),
+    ("last", "i32"),
 )
 DEAD_BYTES = 16
 
@@ -61,12 +67,32 @@ class RingKey(BuildKey):
         from sgl_amd_mono.common import device as d
         from sgl_amd_mono.common.sync import Region, Sync
 
-        def kernel(src: Any, out: Any, state: Any, scratch: Any, peers: Any, epoch: Any, deadline_ticks: Any,
-                   rank: Any, layer_slot: Any, mode: Any, last: Any) -> None:
+        def kernel(
+            src: Any,
+            out: Any,
+            state: Any,
+            scratch: Any,
+            peers: Any,
+            epoch: Any,
+            deadline_ticks: Any,
+            rank: Any,
+            layer_slot: Any,
+            mode: Any,
+            last: Any,
+        ) -> None:
             lds = d.Lds(DEAD_BYTES + 16)
             dead, shared = lds.take(DEAD_BYTES), lds.take(16)
-            s = Sync(epoch=epoch, slot=layer_slot, peers=peers, rank=rank, ranks=self.ranks,
-                     deadline_ticks=deadline_ticks, mode=mode, dead=dead, stop=self.stop)
+            s = Sync(
+                epoch=epoch,
+                slot=layer_slot,
+                peers=peers,
+                rank=rank,
+                ranks=self.ranks,
+                deadline_ticks=deadline_ticks,
+                mode=mode,
+                dead=dead,
+                stop=self.stop,
+            )
             tid, block = d.thread_id(), d.block_id()
             ring = Region(0, scratch, stride=HOT_LINE_BYTES)
             marks = Region(2, scratch + d.I64(self.blocks * HOT_LINE_BYTES), stride=HOT_LINE_BYTES)
@@ -78,9 +104,14 @@ class RingKey(BuildKey):
                 first = d.compare("eq", block, d.I32(0))
                 return d.if_else(
                     first,
-                    lambda: d.if_else(d.compare("eq", rank, d.I32(0)), lambda: [d.F32(0.0)],
-                                      lambda: s.poll([(token, 0)], [d.F32]), [d.F32]),
-                    lambda: s.poll([(ring, block - 1)], [d.F32]), [d.F32],
+                    lambda: d.if_else(
+                        d.compare("eq", rank, d.I32(0)),
+                        lambda: [d.F32(0.0)],
+                        lambda: s.poll([(token, 0)], [d.F32]),
+                        [d.F32],
+                    ),
+                    lambda: s.poll([(ring, block - 1)], [d.F32]),
+                    [d.F32],
                 )
 
             with d.if_(d.compare("eq", tid, d.I32(0))):
@@ -140,11 +171,30 @@ class BulkKey(BuildKey):
         from sgl_amd_mono.common import device as d
         from sgl_amd_mono.common.sync import Region, Sync
 
-        def kernel(src: Any, out: Any, scratch: Any, peers: Any, epoch: Any, deadline_ticks: Any, rank: Any,
-                   layer_slot: Any, mode: Any, last: Any) -> None:
+        def kernel(
+            src: Any,
+            out: Any,
+            scratch: Any,
+            peers: Any,
+            epoch: Any,
+            deadline_ticks: Any,
+            rank: Any,
+            layer_slot: Any,
+            mode: Any,
+            last: Any,
+        ) -> None:
             lds = d.Lds(DEAD_BYTES)
-            s = Sync(epoch=epoch, slot=layer_slot, peers=peers, rank=rank, ranks=1, deadline_ticks=deadline_ticks,
-                     mode=mode, dead=lds.take(DEAD_BYTES), stop=False)
+            s = Sync(
+                epoch=epoch,
+                slot=layer_slot,
+                peers=peers,
+                rank=rank,
+                ranks=1,
+                deadline_ticks=deadline_ticks,
+                mode=mode,
+                dead=lds.take(DEAD_BYTES),
+                stop=False,
+            )
             tid, block = d.thread_id(), d.block_id()
             flags = Region(0, scratch, stride=HOT_LINE_BYTES)
             rows = d.Buffer(scratch + d.I64(self.flag_bytes), self.blocks * self.row_bytes)
@@ -175,8 +225,14 @@ class GemvKey(BuildKey):
     model: ClassVar[str] = "test"
     launch: ClassVar[str] = "gemv"
     abi: ClassVar[Abi] = (
-        ("x", "ptr"), ("w", "ptr"), ("w_packed", "ptr"), ("w_scale", "ptr"), ("out", "ptr"), ("out_mx", "ptr"),
-        ("words", "ptr"), ("codes", "ptr"),
+        ("x", "ptr"),
+        ("w", "ptr"),
+        ("w_packed", "ptr"),
+        ("w_scale", "ptr"),
+        ("out", "ptr"),
+        ("out_mx", "ptr"),
+        ("words", "ptr"),
+        ("codes", "ptr"),
     )
     readonly: ClassVar[frozenset[str]] = frozenset({"x", "w", "w_packed", "w_scale"})
     block: ClassVar[int] = 512
@@ -189,50 +245,88 @@ class GemvKey(BuildKey):
         from sgl_amd_mono.common import device as d
         from sgl_amd_mono.common import gemv as g
 
+        k, rows = self.k, self.rows
+        bf16_tiles, mx_tiles = k // g.BF16_TILE_K, k // g.MX_TILE_K
+        mx_waves = next(n for n in (8, 4, 2, 1) if mx_tiles % (2 * n) == 0)
+        x_pitch, word_pitch = 2 * k + 16, k // 2 + 16
+        code_pitch = 4 * mx_tiles  # [part of the tile][tile]
+        column_bytes = rows * g.COLUMN_BYTES
+
         def kernel(x: Any, w: Any, w_packed: Any, w_scale: Any, out: Any, out_mx: Any, words: Any, codes: Any) -> None:
-            k, rows = self.k, self.rows
-            sizes = [g.partial_bytes(rows), g.Bf16Rows.nbytes(rows, k), g.Mxfp4Rows.nbytes(rows, k)]
+            sizes = [8 * column_bytes, rows * x_pitch, rows * word_pitch, rows * code_pitch]
             lds = d.Lds(sum(-(-n // 16) * 16 for n in sizes))
-            partials = lds.take(sizes[0])
-            plain = g.Bf16Rows(lds.take(sizes[1]), rows, k)
-            quantised = g.Mxfp4Rows(lds.take(sizes[2]), rows, k)
+            partials, plain, packed, scales = (lds.take(n) for n in sizes)
             wave, block, tid = d.wave_id(), d.block_id(), d.thread_id()
-            task, mx = g.Bf16Task(k), g.Mxfp4Task(k)
-            pairs = mx.steps // 2
-            waves = next(n for n in (8, 4, 2, 1) if pairs % n == 0)
-            steps = mx.steps // waves
-            first = (wave & (waves - 1)) * steps
-            registers = task.issue(w, block * g.TASK_ROWS, wave)
-            tile = mx.issue(w_packed, w_scale, block, first, steps)
-            plain.fill(x, self.block)
-            d.barrier()
-            quantised.quantize(plain, self.block)
+            each, mx_each = bf16_tiles // 8, mx_tiles // mx_waves
+            mx_wave = wave & (mx_waves - 1)
 
-            def put_sum(target: Any, slots: Any) -> None:
-                with d.if_(d.compare("ult", tid, d.I32(g.TASK_ROWS * rows))):
-                    weight_row, row = tid & (g.TASK_ROWS - 1), tid >> 4
-                    value = g.sum_partials(partials, rows, weight_row, row, slots)
-                    place = row * (self.blocks * g.TASK_ROWS) + block * g.TASK_ROWS + weight_row
-                    d.store(value, target, place * 4)
+            # Weights first: 16 rows of the bf16 matrix, then of the MXFP4 one.
+            matrix = g.guarded(w, 2 * k * g.TILE_ROWS * self.blocks)
+            at = g.bf16_lane_bytes(2 * k) + block * (2 * k * g.TILE_ROWS) + wave * (each * g.BF16_TILE_BYTES)
+            tiles = [g.load_bf16_tile(matrix, at, i) for i in range(each)]
+            first = mx_wave * mx_each
+            start = block * (mx_tiles * g.MX_TILE_BYTES) + first * g.MX_TILE_BYTES
+            weights = g.guarded(w_packed, self.blocks * mx_tiles * g.MX_TILE_BYTES)
+            mx = [g.load_mxfp4_tile(weights, i * g.MX_TILE_BYTES, scalar=start) for i in range(mx_each)]
+            start = ((block >> 1) * (mx_tiles // 2) + (first >> 1)) * g.MX_SCALE_BYTES
+            scale_words = g.guarded(w_scale, -(-self.blocks // 2) * (mx_tiles // 2) * g.MX_SCALE_BYTES)
+            mx_scales = [
+                g.load_mxfp4_scales(scale_words, i * g.MX_SCALE_BYTES, scalar=start) for i in range(mx_each // 2)
+            ]
 
-            g.store_partials(task.consume(registers, plain, wave), partials, rows, wave)
+            # Activations: copied to LDS, then quantised, a block of 32 a lane.
+            for first_unit in range(0, rows * k // 8, self.block):
+                unit = tid + first_unit
+                with d.if_(d.compare("ult", unit, d.I32(rows * k // 8))):
+                    row, piece = d.unsigned_divide(unit, k // 8)
+                    plain.store(d.load(x, unit * 16, d.vec(d.I32, 4)), row * x_pitch + piece * 16)
             d.barrier()
-            put_sum(out, range(8))
+            units = rows * k // d.MX_BLOCK
+            for first_unit in range(0, units, self.block):
+                unit = tid + first_unit
+                with d.if_(d.compare("ult", unit, d.I32(units))):
+                    row, piece = d.unsigned_divide(unit, k // d.MX_BLOCK)
+                    values: list[Any] = []
+                    for quarter in range(4):
+                        four = plain.load(row * x_pitch + piece * 64 + quarter * 16, d.vec(d.I32, 4))
+                        for i in range(4):
+                            values.extend(d.f32_from_bf16_pair(d.vector_element(four, i)))
+                    amax = d.F32(0.0)
+                    for value in values:
+                        amax = d.maximum(amax, d.intrinsic("llvm.fabs.f32", d.F32, [value]))
+                    code = d.mxfp4_code(amax)
+                    block_words = d.vector_from([d.mxfp4_pack8(values[8 * i : 8 * i + 8], code) for i in range(4)])
+                    packed.store(block_words, row * word_pitch + piece * 16)
+                    byte = d.trunc(code, d.I8)
+                    scales.store(byte, row * code_pitch + (piece & 3) * mx_tiles + (piece >> 2))
+                    with d.if_(d.compare("eq", block, d.I32(0))):
+                        d.store(block_words, words, unit * 16)
+                        d.store(byte, codes, unit)
             d.barrier()
-            g.store_partials(mx.consume(tile, quantised, first), partials, rows, wave)
-            d.barrier()
-            put_sum(out_mx, range(waves))
-            # The quantised rows as they stand in LDS, by workgroup 0.
-            with d.if_(d.compare("eq", block, d.I32(0))):
-                blocks = k // d.MX_BLOCK
-                for first_unit in range(0, rows * blocks, self.block):
-                    unit = tid + first_unit
-                    with d.if_(d.compare("ult", unit, d.I32(rows * blocks))):
-                        row, piece = d.unsigned_divide(unit, blocks)
-                        value = quantised.words.load(row * quantised.word_stride + piece * 16, d.vec(d.I32, 4))
-                        d.store(value, words, unit * 16)
-                        place = row * quantised.code_stride + (piece & 3) * quantised.codes_per_group + (piece >> 2)
-                        d.store(quantised.codes.load(place, d.I8), codes, unit)
+
+            def put_sum(target: Any, waves: int) -> None:
+                d.barrier()
+                with d.if_(d.compare("ult", tid, d.I32(g.TILE_ROWS * rows))):
+                    weight_row, row = tid & (g.TILE_ROWS - 1), tid >> 4
+                    value = g.sum_in_order(partials, tid * 4, column_bytes, range(waves))
+                    d.store(value, target, (row * (self.blocks * g.TILE_ROWS) + block * g.TILE_ROWS + weight_row) * 4)
+                d.barrier()
+
+            row = g.clamped_row(rows)
+            at = g.bf16_lane_bytes(x_pitch, row) + wave * (each * g.BF16_TILE_BYTES)
+            operands = [plain.load(at + i * g.BF16_TILE_BYTES, d.vec(d.I32, 4)) for i in range(each)]
+            g.store_partials(partials, [g.multiply_bf16(tiles, operands)], rows, wave * column_bytes, 0)
+            put_sum(out, 8)
+
+            _, part = g.operand_lane()
+            acc = d.zero_acc()
+            for i in range(mx_each):
+                operand = packed.load(row * word_pitch + part * 16 + (first + i) * 64, d.vec(d.I32, 4))
+                code = d.zext(scales.load(row * code_pitch + part * mx_tiles + first + i, d.I8), d.I32)
+                scale = d.shift_right_logical(mx_scales[i // 2], (block & 1) << 3)  # the odd row group's bytes
+                acc = d.mfma_mxfp4(mx[i], operand, acc, scale, 2 * (i % 2), code, 0)
+            g.store_partials(partials, [acc], rows, wave * column_bytes, 0)
+            put_sum(out_mx, mx_waves)
 
         return kernel
 
@@ -249,34 +343,36 @@ def operations() -> dict[str, Callable[[Any, Any, Any, Any], Any]]:
     }
     table.update({f"max{n}": lambda d, a, b, t, n=n: d.wave_max(a, n) for n in (16, 64)})
     table.update({f"xor{n}": lambda d, a, b, t, n=n: d.wave_xor(a, n) for n in (1, 2, 4, 8, 16, 32)})
-    table.update({
-        "low_half": lambda d, a, b, t: d.wave_halves(a)[0],
-        "high_half": lambda d, a, b, t: d.wave_halves(a)[1],
-        "even_row": lambda d, a, b, t: d.row_pairs(a)[0],
-        "odd_row": lambda d, a, b, t: d.row_pairs(a)[1],
-        "pack": lambda d, a, b, t: d.pack_bf16(a, b),
-        "bf16_bits": lambda d, a, b, t: d.zext(d.bf16_bits(a), d.I32),
-        "bf16_round": lambda d, a, b, t: d.bf16_round(a),
-        "unpack": lambda d, a, b, t: d.f32_from_bf16_pair(d.bitcast(a, d.I32))[1]
-        + d.f32_from_bf16_pair(d.bitcast(b, d.I32))[0],
-        "code": lambda d, a, b, t: d.mxfp4_code(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
-        "fma": lambda d, a, b, t: d.fma(a, b, a),
-        "maximum": lambda d, a, b, t: d.maximum(a, b),
-        "exp": lambda d, a, b, t: d.exp(a),
-        "sigmoid": lambda d, a, b, t: d.sigmoid(a),
-        "silu": lambda d, a, b, t: d.silu(a),
-        "softplus": lambda d, a, b, t: d.softplus(a),
-        "rsq": lambda d, a, b, t: d.rsq(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
-        "wave": lambda d, a, b, t: d.wave_id(),
-        "lane": lambda d, a, b, t: d.lane_id(),
-        "read_lane": lambda d, a, b, t: d.read_lane(d.bitcast(a, d.I32), 5),
-        "ballot": lambda d, a, b, t: d.trunc(d.ballot(a < b), d.I32),
-        "all": lambda d, a, b, t: d.select(d.all_lanes(d.compare("ult", t, d.I32(64))), d.I32(1), d.I32(0)),
-        "divide": lambda d, a, b, t: d.unsigned_divide(t * 977, 192)[0],
-        "remainder": lambda d, a, b, t: d.unsigned_divide(t * 977, 192)[1],
-        "loop": lambda d, a, b, t: d.for_range(0, t & 7, 1, [t], lambda i, v: [v * 3 + i])[0],
-        "branch": lambda d, a, b, t: d.if_else(a < b, lambda: [a - b], lambda: [b * b], [d.F32])[0],
-    })
+    table.update(
+        {
+            "low_half": lambda d, a, b, t: d.wave_halves(a)[0],
+            "high_half": lambda d, a, b, t: d.wave_halves(a)[1],
+            "even_row": lambda d, a, b, t: d.row_pairs(a)[0],
+            "odd_row": lambda d, a, b, t: d.row_pairs(a)[1],
+            "pack": lambda d, a, b, t: d.pack_bf16(a, b),
+            "bf16_bits": lambda d, a, b, t: d.zext(d.bf16_bits(a), d.I32),
+            "bf16_round": lambda d, a, b, t: d.bf16_round(a),
+            "unpack": lambda d, a, b, t: (
+                d.f32_from_bf16_pair(d.bitcast(a, d.I32))[1] + d.f32_from_bf16_pair(d.bitcast(b, d.I32))[0]
+            ),
+            "code": lambda d, a, b, t: d.mxfp4_code(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
+            "fma": lambda d, a, b, t: d.fma(a, b, a),
+            "maximum": lambda d, a, b, t: d.maximum(a, b),
+            "exp": lambda d, a, b, t: d.exp(a),
+            "sigmoid": lambda d, a, b, t: d.sigmoid(a),
+            "silu": lambda d, a, b, t: d.silu(a),
+            "softplus": lambda d, a, b, t: d.softplus(a),
+            "rsq": lambda d, a, b, t: d.rsq(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
+            "wave": lambda d, a, b, t: d.wave_id(),
+            "lane": lambda d, a, b, t: d.lane_id(),
+            "read_lane": lambda d, a, b, t: d.read_lane(d.bitcast(a, d.I32), 5),
+            "ballot": lambda d, a, b, t: d.trunc(d.ballot(a < b), d.I32),
+            "divide": lambda d, a, b, t: d.unsigned_divide(t * 977, 192)[0],
+            "remainder": lambda d, a, b, t: d.unsigned_divide(t * 977, 192)[1],
+            "loop": lambda d, a, b, t: d.for_range(0, t & 7, 1, [t], lambda i, v: [v * 3 + i])[0],
+            "branch": lambda d, a, b, t: d.if_else(a < b, lambda: [a - b], lambda: [b * b], [d.F32])[0],
+        }
+    )
     return table
 
 
@@ -344,7 +440,8 @@ class AccessKey(BuildKey):
                             d.store(d.load(source, place, kind, cache), target, place, cache)
                         elif path == "buffer":
                             d.Buffer(target, self.slice_bytes).store(
-                                d.Buffer(source, self.slice_bytes).load(place, kind, cache), place, cache)
+                                d.Buffer(source, self.slice_bytes).load(place, kind, cache), place, cache
+                            )
                         else:
                             region.store(d.load(source, place, kind), place)
                 if path == "lds":

@@ -97,6 +97,7 @@ def loops(isa: str) -> list[list[Line]]:
 
 def poll_loops(isa: str) -> list[list[Line]]:
     """Loops that re-load an 8-byte scoped pair."""
+
     def is_pair_load(line: Line) -> bool:
         return line.mnemonic == "global_load_dwordx2" and "sc1" in line.policy
 
@@ -120,7 +121,7 @@ def tails_of_leaving(isa: str) -> list[list[Line]]:
     """The instructions before each ``s_endpgm`` but the last and the warm-up's, back to the block's start."""
     lines = lines_of(isa)
     ends = [line for line in lines if line.mnemonic == "s_endpgm"]
-    return [[x for x in lines[:end.number] if x.label == end.label][-12:] for end in ends[1:-1]]
+    return [[x for x in lines[: end.number] if x.label == end.label][-12:] for end in ends[1:-1]]
 
 
 def leaves_without_fault(isa: str) -> list[list[Line]]:
@@ -130,8 +131,10 @@ def leaves_without_fault(isa: str) -> list[list[Line]]:
         texts = [line.text for line in tail]
         zero = [i for i, t in enumerate(texts) if re.match(r"v_mov_b64_e32 v\[\d+:\d+\], 0$", t)]
         faults = any(
-            re.match(r"global_store_dword v", t) and "vmcnt(0)" in " ".join(texts[i + 1:])
-            for start in zero for i, t in enumerate(texts) if i > start
+            re.match(r"global_store_dword v", t) and "vmcnt(0)" in " ".join(texts[i + 1 :])
+            for start in zero
+            for i, t in enumerate(texts)
+            if i > start
         )
         if not faults:
             bad.append(tail)

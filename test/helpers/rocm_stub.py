@@ -41,8 +41,12 @@ class RocmStub:
     def environment(self, params: str = "", fail: str = "") -> dict[str, str]:
         """Environment in which a process finds the stand-in."""
         return {
-            **os.environ, "HIP_STUB_LOG": str(self.log), "HIP_STUB_PARAMS": params, "HIP_STUB_FAIL": fail,
-            "ROCM_PATH": str(self.folder), "LD_LIBRARY_PATH": str(self.folder),
+            **os.environ,
+            "HIP_STUB_LOG": str(self.log),
+            "HIP_STUB_PARAMS": params,
+            "HIP_STUB_FAIL": fail,
+            "ROCM_PATH": str(self.folder),
+            "LD_LIBRARY_PATH": str(self.folder),
         }
 
 
@@ -51,8 +55,18 @@ def make_rocm_stub(folder: Path) -> RocmStub:
     version = folder / "version.map"
     version.write_text("hip_4.2 { global: *; };\n")  # FlyDSL's runtime library asks for these symbol versions
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O1", f"-Wl,-soname,{SONAME}", f"-Wl,--version-script={version}", str(SOURCE),
-         "-o", str(folder / SONAME)], check=True,
+        [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            f"-Wl,-soname,{SONAME}",
+            f"-Wl,--version-script={version}",
+            str(SOURCE),
+            "-o",
+            str(folder / SONAME),
+        ],
+        check=True,
     )
     linker = folder / "llvm" / "bin" / "ld.lld"
     linker.parent.mkdir(parents=True)

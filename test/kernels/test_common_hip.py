@@ -26,8 +26,12 @@ def rocm(tmp_path: Path) -> RocmStub:
 def run_python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     path = f"{ROOT}{os.pathsep}{ROOT / 'test'}"
     return subprocess.run(
-        [sys.executable, "-c", code], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=300, check=False,
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -87,16 +91,33 @@ def test_our_hip_calls_pass_what_hip_expects(rocm: RocmStub, hip: HipApi) -> Non
     hip.ipc_close(address)
     hip.free(address)
     assert [call.split()[0] for call in rocm.calls()] == [
-        "hipExtMallocWithFlags", "hipMemset", "hipDeviceSynchronize", "hipIpcGetMemHandle", "hipIpcOpenMemHandle",
-        "hipMemcpy", "hipIpcCloseMemHandle", "hipFree",
+        "hipExtMallocWithFlags",
+        "hipMemset",
+        "hipDeviceSynchronize",
+        "hipIpcGetMemHandle",
+        "hipIpcOpenMemHandle",
+        "hipMemcpy",
+        "hipIpcCloseMemHandle",
+        "hipFree",
     ]
     assert rocm.calls()[0] == "hipExtMallocWithFlags 8192 3"
     assert rocm.calls()[4] == "hipIpcOpenMemHandle 1"
     assert rocm.calls()[5] == f"hipMemcpy {FAULT_BLOCK_BYTES} 2"
 
 
-@pytest.mark.parametrize("call", ["hipExtMallocWithFlags", "hipMemset", "hipDeviceSynchronize", "hipIpcGetMemHandle",
-                                  "hipIpcOpenMemHandle", "hipMemcpy", "hipIpcCloseMemHandle", "hipFree"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "hipExtMallocWithFlags",
+        "hipMemset",
+        "hipDeviceSynchronize",
+        "hipIpcGetMemHandle",
+        "hipIpcOpenMemHandle",
+        "hipMemcpy",
+        "hipIpcCloseMemHandle",
+        "hipFree",
+    ],
+)
 def test_every_failing_hip_call_is_named(call: str, hip: HipApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIP_STUB_FAIL", call)
     with pytest.raises(PeerError, match=f"{call} failed: hipErrorOutOfMemory"):

@@ -43,7 +43,8 @@ def test_everything_that_crosses_gpus_is_system_scope(ring: str) -> None:
     assert errors and all(line.policy == "sc0 sc1" for line in errors)
     broken = ring.replace(" sc0 sc1", " sc1", 1)
     assert any(
-        line.policy == "sc1" for pattern in ("global_load_dword v", "global_atomic_cmpswap")
+        line.policy == "sc1"
+        for pattern in ("global_load_dword v", "global_atomic_cmpswap")
         for line in isa_text.accesses(broken, pattern)
     )
 
@@ -72,7 +73,7 @@ def test_records_are_complete_before_the_error_words(ring: str) -> None:
     claims = [line.number for line in lines if line.mnemonic == "global_atomic_cmpswap"]
     assert claims
     for claim in claims:
-        tail = lines[claim:claim + 40]
+        tail = lines[claim : claim + 40]
         wait = next(i for i, line in enumerate(tail) if i and "vmcnt(0)" in line.text and "dwordx2" in tail[i - 1].text)
         error = next(i for i, line in enumerate(tail) if re.match(r"global_store_dword v.*sc0 sc1", line.text))
         assert wait < error
@@ -101,14 +102,15 @@ def test_every_policy_of_every_width() -> None:
 
 def test_weights_stream_past_the_caches_with_shared_bases() -> None:
     isa = build(GemvKey(k=8192)).isa
-    weights = isa_text.accesses(isa, "global_load_dwordx4 .* nt")
-    # 32 bf16 and 8 MXFP4 operands a wave.
-    assert len(weights) == 32 + 8
-    bases = {re.search(r"s\[\d+:\d+\]", line.text).group() for line in weights}
-    assert len(bases) <= 8  # 4 KiB a base: the rest sits in the offset field
+    weights = isa_text.accesses(isa, "buffer_load_dwordx4 .* nt")
+    assert len(weights) == 32 + 8  # bf16 and MXFP4 tiles of a wave
+    descriptors = {re.search(r"s\[\d+:\d+\]", line.text).group() for line in weights}
+    assert len(descriptors) <= 2  # one a matrix: what differs sits in offsets
     assert len(isa_text.accesses(isa, "v_mfma_f32_16x16x32_bf16")) == 32
     scaled = isa_text.accesses(isa, "v_mfma_scale_f32_16x16x128_f8f6f4")
     assert len(scaled) == 8 and all("cbsz:4 blgp:4" in line.text for line in scaled)
+    # No address of a weight makes the compiler loop over lanes.
+    assert not isa_text.loops(isa)
 
 
 def test_a_kernel_must_look_at_the_error_word_first() -> None:

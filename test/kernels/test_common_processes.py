@@ -55,10 +55,22 @@ class Rank:
     def launch(self, epoch: int, kernel: Any = None, last: int = 1) -> torch.Tensor:
         out = torch.zeros(8, 512)  # a new tensor each launch, as activations are
         self.epoch.fill_(epoch)
-        self.runtime.launch(kernel or self.kernel, [
-            self.src, out, self.state, self.scratch, self.peer.table, self.epoch, deadline_ticks(0.001),
-            self.group.rank, SLOT, 1, last,
-        ])
+        self.runtime.launch(
+            kernel or self.kernel,
+            [
+                self.src,
+                out,
+                self.state,
+                self.scratch,
+                self.peer.table,
+                self.epoch,
+                deadline_ticks(0.001),
+                self.group.rank,
+                SLOT,
+                1,
+                last,
+            ],
+        )
         return out
 
     def expected(self) -> torch.Tensor:

@@ -55,15 +55,31 @@ class Ring:
         sums = self.src.flatten().cumsum(0).reshape(self.src.shape)
         return sums[..., None].expand(self.out.shape)
 
-    def launch(self, *, epoch: int = 1, slot: int = SLOT, mode: int = 1, last: int = 0,
-               deadline_s: float = DEADLINE_S) -> Any:
+    def launch(
+        self, *, epoch: int = 1, slot: int = SLOT, mode: int = 1, last: int = 0, deadline_s: float = DEADLINE_S
+    ) -> Any:
         parts = []
         for rank in range(self.key.ranks):
             self.epoch[rank].fill_(epoch)
-            parts.append((rank, self.kernel, [
-                self.src[rank], self.out[rank], self.state[rank], self.scratch[rank], self.peers[rank].table,
-                self.epoch[rank], deadline_ticks(deadline_s), rank, slot, mode, last,
-            ]))
+            parts.append(
+                (
+                    rank,
+                    self.kernel,
+                    [
+                        self.src[rank],
+                        self.out[rank],
+                        self.state[rank],
+                        self.scratch[rank],
+                        self.peers[rank].table,
+                        self.epoch[rank],
+                        deadline_ticks(deadline_s),
+                        rank,
+                        slot,
+                        mode,
+                        last,
+                    ],
+                )
+            )
         return self.cluster.launch(parts)
 
     def stall(self, **where: Any) -> None:
@@ -293,7 +309,8 @@ def test_records_name_the_wait_in_words() -> None:
     text = describe_fault(ring.peers[0].fault_state(), [ring.key])
     assert re.fullmatch(
         rf"ring of layer {SLOT}: wait on 'ring' index \d ran out of time on rank 0, workgroup \d: "
-        rf"expected tag {tag_of(1, SLOT):#x} \(step 1\), seen 0x0", text,
+        rf"expected tag {tag_of(1, SLOT):#x} \(step 1\), seen 0x0",
+        text,
     )
 
 

@@ -28,14 +28,15 @@ def order_sensitive() -> tuple[list[kb.RankWeights], kb.Inputs]:
 
 def test_a_swapped_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank sums its waves from the last to the first: the bits are not those of the stated order."""
+    from sgl_amd_mono.common import gemv
     from sgl_amd_mono.sim import CodeObject
 
-    forward = layer._Launch.sum_waves
+    forward = gemv.sum_in_order
 
-    def backward(self, region, offset, count):
-        return forward(self, region, lambda w: offset(count - 1 - w), count)
+    def backward(region, place, stride, order, *like):
+        return forward(region, place, stride, tuple(reversed(order)), *like)
 
-    monkeypatch.setattr(layer._Launch, "sum_waves", backward)
+    monkeypatch.setattr(gemv, "sum_in_order", backward)
     swapped = CodeObject.parse(compile_artifact(layer.LayerKey(geometry=GEOMETRY, width=WIDTH, stop=False)).isa)
     monkeypatch.undo()
     weights, step = order_sensitive()

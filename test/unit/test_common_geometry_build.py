@@ -83,8 +83,11 @@ def args_of(*sizes: int, kind: str = "by_value") -> str:
     lines, offset = [], 0
     for size in sizes:
         offset = -(-offset // size) * size
-        lines += [f"      - .offset:         {offset}", f"        .size:           {size}",
-                  f"        .value_kind:     {kind}"]
+        lines += [
+            f"      - .offset:         {offset}",
+            f"        .size:           {size}",
+            f"        .value_kind:     {kind}",
+        ]
         offset += size
     return "\n".join(lines)
 
@@ -196,16 +199,26 @@ def test_imports_are_followed_wherever_they_stand(tmp_path: Path, monkeypatch: p
     package = tmp_path / "made_up_kernels"
     (package / "deep").mkdir(parents=True)
     for name, text in {
-        "__init__.py": "", "deep/__init__.py": "from . import beside\n", "deep/beside.py": "", "unused.py": "",
+        "__init__.py": "",
+        "deep/__init__.py": "from . import beside\n",
+        "deep/beside.py": "",
+        "unused.py": "",
         "start.py": "def body():\n    from .deep import helper as h\n    import json, made_up_kernels.other\n",
-        "deep/helper.py": "if True:\n    from ..sibling import something\n", "sibling.py": "something = 1\n",
+        "deep/helper.py": "if True:\n    from ..sibling import something\n",
+        "sibling.py": "something = 1\n",
         "other.py": "from sgl_amd_mono.common import gemv\n",
     }.items():
         (package / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     files = building.source_files("made_up_kernels.start")
     assert {str(p.relative_to(package)) for p in files if package in p.parents} == {
-        "__init__.py", "start.py", "deep/__init__.py", "deep/beside.py", "deep/helper.py", "sibling.py", "other.py",
+        "__init__.py",
+        "start.py",
+        "deep/__init__.py",
+        "deep/beside.py",
+        "deep/helper.py",
+        "sibling.py",
+        "other.py",
     }
     assert "gemv.py" in {p.name for p in files}
 

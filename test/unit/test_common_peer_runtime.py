@@ -44,6 +44,7 @@ def make_buffers(fail: dict[int, str] | None = None, table_fails: int | None = N
             if rank == table_fails:
                 raise MemoryError("no room for the table")
             return torch.tensor(addresses, dtype=torch.int64)
+
         return table
 
     def construct(rank: int) -> HipPeerBuffer:
@@ -128,7 +129,7 @@ def block_of(error: int, records: dict[int, FaultRecord]) -> list[int]:
     words[0] = error
     for rank, record in records.items():
         start = RECORD_OFFSET // 4 + 8 * rank
-        words[start:start + 8] = [1, *dataclasses.astuple(record)]
+        words[start : start + 8] = [1, *dataclasses.astuple(record)]
     return [w - (1 << 32) if w >= 1 << 31 else w for w in words]
 
 

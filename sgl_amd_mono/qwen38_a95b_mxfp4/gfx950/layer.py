@@ -583,7 +583,7 @@ def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, 
     tile, row = pair >> 3, (pair & 7) * 2
     at = (tile * k.s + t) * gemv.COLUMN_BYTES + row * 4
     stride = tiles * k.s * gemv.COLUMN_BYTES
-    total = gemv.sum_in_order(k.partial, at, stride, WAVES, d.vec(d.F32, 2))
+    total = gemv.sum_in_order(k.partial, at, stride, range(WAVES), d.vec(d.F32, 2))
     return d.vector_element(total, 0), d.vector_element(total, 1)
 
 
@@ -1117,7 +1117,7 @@ def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
         halves = []
         for half in range(2):
             at = ((half * TILES + (column >> 4)) * s + t) * (4 * MFMA_ROWS) + (column & 15) * 4
-            halves.append(gemv.sum_in_order(k.up, at, stride, WAVES))
+            halves.append(gemv.sum_in_order(k.up, at, stride, range(WAVES)))
         value = d.silu(halves[0]) * halves[1]
         amax = d.wave_max(d.intrinsic("llvm.fabs.f32", d.F32, [value]), MX_BLOCK)
         code = d.mxfp4_code(amax)
@@ -1280,7 +1280,7 @@ def publish_output(k: _Launch) -> None:
     def value(t: Any, pair: Any) -> Any:
         live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
         at = t * (g.top_k * WORKGROUP_COLUMNS * 4) + pair * 8
-        routed = gemv.sum_in_order(k.picks, at, WORKGROUP_COLUMNS * 4, g.top_k, d.vec(d.F32, 2))
+        routed = gemv.sum_in_order(k.picks, at, WORKGROUP_COLUMNS * 4, range(g.top_k), d.vec(d.F32, 2))
         gate = k.gates.load(t * 4, d.F32)
         parts = []
         for e, shared in enumerate(_wave_pair(k, t, pair)):
