@@ -94,9 +94,10 @@ class RingKey(BuildKey):
                 stop=self.stop,
             )
             tid, block = d.thread_id(), d.block_id()
-            ring = Region(0, scratch, stride=HOT_LINE_BYTES)
-            marks = Region(2, scratch + d.I64(self.blocks * HOT_LINE_BYTES), stride=HOT_LINE_BYTES)
+            # The token comes first in the chain: of the waits behind a lost one, its wait is the one recorded.
             token = Region(1, s.own_base + d.I64(FAULT_BLOCK_BYTES), system=True)
+            ring = Region(0, scratch, stride=HOT_LINE_BYTES, order=1)
+            marks = Region(2, scratch + d.I64(self.blocks * HOT_LINE_BYTES), stride=HOT_LINE_BYTES, order=2)
             own = d.load(src, block * 4, d.F32)
             s.leave_if_failed()
 
