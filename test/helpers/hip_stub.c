@@ -43,7 +43,12 @@ int hipMemcpy(void *d, const void *s, size_t n, int k)
     if (!r) memcpy(d, s, n);
     return r;
 }
-int hipMemcpyAsync(void *d, const void *s, size_t n, int k, void *t) { (void)t; return hipMemcpy(d, s, n, k); }
+int hipMemcpyAsync(void *d, const void *s, size_t n, int k, void *t)
+{
+    int r = call("hipMemcpyAsync", "%zu %d stream %lld", n, k, (long long)(intptr_t)t);
+    if (!r) memcpy(d, s, n);
+    return r;
+}
 int hipMemset(void *p, int v, size_t n)
 {
     int r = call("hipMemset", "%d %zu", v, n);
@@ -77,9 +82,10 @@ int hipModuleLoadDataEx(void **m, const void *image, unsigned n, void *o, void *
 int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t l) { (void)f; (void)b; (void)l; *n = 1; return 0; }
 int hipModuleUnload(void *m) { (void)m; return call("hipModuleUnload", ""); }
 int hipSetDevice(int d) { return call("hipSetDevice", "%d", d); }
+int hipStreamCreateWithFlags(void **s, unsigned f) { *s = (void *)0x5555; return call("hipStreamCreateWithFlags", "%u", f); }
 int hipStreamCreate(void **s) { *s = 0; return call("hipStreamCreate", ""); }
 int hipStreamDestroy(void *s) { (void)s; return call("hipStreamDestroy", ""); }
-int hipStreamSynchronize(void *s) { (void)s; return call("hipStreamSynchronize", ""); }
+int hipStreamSynchronize(void *s) { return call("hipStreamSynchronize", "%lld", (long long)(intptr_t)s); }
 int hipStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; return call("hipStreamWaitEvent", "%u", f); }
 
 int hipExtMallocWithFlags(void **p, size_t n, unsigned f)

@@ -58,6 +58,16 @@ class StubHip:
         self._call("free", address)
         del self.allocated[address]
 
+    def stream(self) -> int:
+        self._call("stream")
+        return 0x5555
+
+    def write(self, address: int, data: bytes, stream: int) -> None:
+        self._call("write", address, data, stream)
+        for start, block in self.allocated.items():
+            if start <= address < start + len(block):
+                block[address - start : address - start + len(data)] = data
+
     def read(self, address: int, nbytes: int) -> bytes:
         self._call("read", address, nbytes)
         return bytes(self.allocated[address][:nbytes])

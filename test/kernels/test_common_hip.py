@@ -88,6 +88,9 @@ def test_our_hip_calls_pass_what_hip_expects(rocm: RocmStub, hip: HipApi) -> Non
     assert len(handle) == 64
     assert hip.ipc_open(handle) == address  # the stand-in keeps the address inside the handle, behind zeros
     assert hip.read(address, FAULT_BLOCK_BYTES) == bytes(FAULT_BLOCK_BYTES)
+    stream = hip.stream()
+    hip.write(address + 4, b"\x01\x02\x03\x04", stream)
+    assert hip.read(address, 8) == bytes([0, 0, 0, 0, 1, 2, 3, 4])
     hip.ipc_close(address)
     hip.free(address)
     assert [call.split()[0] for call in rocm.calls()] == [
@@ -97,12 +100,21 @@ def test_our_hip_calls_pass_what_hip_expects(rocm: RocmStub, hip: HipApi) -> Non
         "hipIpcGetMemHandle",
         "hipIpcOpenMemHandle",
         "hipMemcpy",
+        "hipStreamCreateWithFlags",
+        "hipMemcpyAsync",
+        "hipStreamSynchronize",
+        "hipMemcpy",
         "hipIpcCloseMemHandle",
         "hipFree",
     ]
     assert rocm.calls()[0] == "hipExtMallocWithFlags 8192 3"
     assert rocm.calls()[4] == "hipIpcOpenMemHandle 1"
     assert rocm.calls()[5] == f"hipMemcpy {FAULT_BLOCK_BYTES} 2"
+    assert rocm.calls()[6:9] == [
+        "hipStreamCreateWithFlags 1",  # waits for no other stream
+        f"hipMemcpyAsync 4 1 stream {0x5555}",
+        f"hipStreamSynchronize {0x5555}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +126,9 @@ def test_our_hip_calls_pass_what_hip_expects(rocm: RocmStub, hip: HipApi) -> Non
         "hipIpcGetMemHandle",
         "hipIpcOpenMemHandle",
         "hipMemcpy",
+        "hipStreamCreateWithFlags",
+        "hipMemcpyAsync",
+        "hipStreamSynchronize",
         "hipIpcCloseMemHandle",
         "hipFree",
     ],
@@ -125,6 +140,7 @@ def test_every_failing_hip_call_is_named(call: str, hip: HipApi, monkeypatch: py
         hip.memset_zero(address, 64)
         hip.ipc_open(hip.ipc_handle(address))
         hip.read(address, 64)
+        hip.write(address, b"1234", hip.stream())
         hip.ipc_close(address)
         hip.free(address)
 

@@ -341,3 +341,12 @@ def test_a_lost_or_late_store_of_a_peer() -> None:
     for state in (p.fault_state() for p in ring.peers):
         assert state.failed and [(r.rank, r.region, r.index) for r in state.records] == [(1, 1, 0)]
     assert torch.equal(ring.state[0], ring.expected[0]) and (ring.state[1] == UNTOUCHED).all()
+
+
+def test_a_rank_that_fails_on_the_host_ends_the_launches_of_all() -> None:
+    ring = Ring(RingKey(ranks=2))
+    ring.peers[1].mark_failed()
+    ring.launch(last=1)
+    assert [p.fault_state().error_word for p in ring.peers] == [2, 2]
+    assert (ring.out == UNTOUCHED).all() and (ring.state == UNTOUCHED).all()
+    assert describe_fault(ring.peers[0].fault_state(), [ring.key]) == "rank 1 failed and left no record"

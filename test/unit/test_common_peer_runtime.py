@@ -103,6 +103,21 @@ def test_a_buffer_without_room_for_the_fault_block_is_refused() -> None:
         HipPeerBuffer(256, ThreadGroup.make(1)[0], StubHip(0, {}), list)
 
 
+def test_a_rank_that_fails_on_the_host_tells_all() -> None:
+    buffers, stubs = make_buffers()
+    stubs[2].calls.clear()
+    buffers[2].mark_failed()
+    word = (3).to_bytes(4, "little")
+    assert stubs[2].calls == [("stream",), *(("write", address, word, 0x5555) for address in buffers[2].addresses)]
+    assert buffers[2].fault_state().error_word == 3
+    # What HIP says then must not hide the error that led here; the other ranks are still told.
+    for call, written in (("stream", 0), ("write", RANKS)):
+        stubs[1].fail_at = call
+        stubs[1].calls.clear()
+        buffers[1].mark_failed()
+        assert sum(name == "write" for name, *_ in stubs[1].calls) == written
+
+
 # -- fault decoding -------------------------------------------------------------------------------------------------
 
 
