@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.k1_inputs import make_case, run
-from helpers.stock_gdn import run_stock
+from helpers.stock_kernels import run_stock
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
@@ -27,6 +27,7 @@ def _compare(width: int, round_beta: bool, state_dtype: str) -> tuple[float, flo
     qkvz, ba = case.products()
     b, a = ba.split(g.value_heads, dim=1)
     stock = run_stock(
+        "gdn_decode",
         {
             "mixed_qkv": qkvz[:, : g.conv_channels].contiguous(),
             "conv_state": conv_before,
@@ -41,7 +42,7 @@ def _compare(width: int, round_beta: bool, state_dtype: str) -> tuple[float, flo
             "state_indices": case.state_index,
             "scale": g.head_dim**-0.5,
             "eps": g.eps,
-        }
+        },
     )
     slots = case.state_index.long()
     ours, theirs = case.ssm_state[slots].double(), stock["ssm_state"][slots].double()

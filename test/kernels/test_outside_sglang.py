@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's stock GDN decode kernels on the simulator against the layer's definition in float64."""
+"""SGLang's stock GDN and attention kernels on the simulator against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.stock_gdn import run_stock
+from helpers.stock_kernels import run_stock
 
 KEY_HEADS, VALUE_HEADS, HEAD, ROWS, SLOTS = 2, 16, 128, 3, 6
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * HEAD
@@ -90,7 +90,7 @@ def _assert_bf16(got: torch.Tensor, want: torch.Tensor, differ: float) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stock_gdn_kernels(state_dtype: torch.dtype) -> None:
     given = _inputs(state_dtype)
-    out = run_stock(given)
+    out = run_stock("gdn_decode", given)
     conv, conv_state = _conv(given)
     _assert_bf16(out["conv"], conv, 0.001)
     assert torch.equal(out["conv_state"], conv_state)
@@ -106,3 +106,73 @@ def test_stock_gdn_kernels(state_dtype: torch.dtype) -> None:
     # Negative control: a rule that forgets beta is far outside the gate.
     wrong, _ = _delta_rule({**given, "b": given["b"] + 1}, out["conv"])
     assert (out["core"] != wrong.bfloat16()).float().mean() > 0.5
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+
+
+@pytest.mark.full
+def test_stock_gdn_prefill_in_chunks() -> None:
+    """Two sequences of unequal length through the chunked kernels (MFMA, triangular solve, scans) against token by
+    token.
+    """
+    key_heads, value_heads, bounds, slots = 2, 4, (0, 60, 100), (2, 0)
+    generator = torch.Generator().manual_seed(32)
+    tokens = bounds[-1]
+    q, k = (torch.randn(1, tokens, key_heads, HEAD, generator=generator).bfloat16() for _ in range(2))
+    v = torch.randn(1, tokens, value_heads, HEAD, generator=generator).bfloat16()
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": -0.3 * torch.rand(1, tokens, value_heads, generator=generator),
+        "beta": torch.rand(1, tokens, value_heads, generator=generator).bfloat16(),
+        "state": 0.1 * torch.randn(3, value_heads, HEAD, HEAD, generator=generator),
+        "state_indices": torch.tensor(slots, dtype=torch.int32),
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "scale": HEAD**-0.5,
+    }
+    out = run_stock("gdn_prefill", given)
+    group = value_heads // key_heads
+    qn, kn = (_normalised(x[0].double()).repeat_interleave(group, dim=1) for x in (q, k))
+    want = torch.zeros(tokens, value_heads, HEAD, dtype=torch.float64)
+    for first, end, slot in zip(bounds, bounds[1:], slots):
+        state = given["state"][slot].double()
+        for t in range(first, end):
+            state = state * torch.exp(given["g"][0, t].double())[:, None, None]
+            residual = v[0, t].double() - torch.einsum("hvk,hk->hv", state, kn[t])
+            state = state + (residual * given["beta"][0, t].double()[:, None])[..., None] * kn[t][:, None, :]
+            want[t] = torch.einsum("hvk,hk->hv", state, qn[t] * given["scale"])
+        # The chunk's operands are rounded to bf16: 2^-9 relative each.
+        assert (out["state"][slot].double() - state).norm() / state.norm() < 1e-2
+    assert (out["out"][0].double() - want).norm() / want.norm() < 1e-2
+    assert torch.equal(out["state"][1], given["state"][1]), "a slot that no sequence names was written"
+
+
+def test_stock_decode_attention() -> None:
+    """Grouped-query decode attention over a scattered cache, one to four splits a row."""
+    heads, key_heads, head, slots, lengths = 8, 2, 256, 200, (70, 33, 5)
+    generator = torch.Generator().manual_seed(33)
+    q = torch.randn(len(lengths), heads, head, generator=generator).bfloat16()
+    k, v = (torch.randn(slots, key_heads, head, generator=generator).bfloat16() for _ in range(2))
+    ends = torch.tensor(lengths).cumsum(0)
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "indptr": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+        "indices": torch.randperm(slots, generator=generator)[: sum(lengths)],
+        "splits": torch.tensor([4, 2, 1], dtype=torch.int32),
+        "max_splits": 4,
+        "scale": head**-0.5,
+    }
+    out = run_stock("decode_attention", given)["out"]
+    want = torch.zeros_like(q, dtype=torch.float64)
+    for row, end in enumerate(ends.tolist()):
+        mine = given["indices"][end - lengths[row] : end]
+        for h in range(heads):
+            scores = k[mine, h // (heads // key_heads)].double() @ q[row, h].double() * given["scale"]
+            want[row, h] = torch.softmax(scores, 0) @ v[mine, h // (heads // key_heads)].double()
+    # One rounding of the probabilities and one of the result to bf16.
+    assert (out.double() - want).norm() / want.norm() < 4e-3
