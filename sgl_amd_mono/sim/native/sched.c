@@ -19,12 +19,15 @@ const Ins *op_watched(Wave *w, const Ins *i);
 // Passes over all waves in which every wave only polls, before the clock jumps.
 #define IDLE_ROUNDS 4
 #define IDLE_ROUNDS_ADVERSARIAL 24
-// Preempted slices may hold no s_sleep or clock read: a wave counts as polling for this many slices after one.
-#define POLL_AGE 16
+// Not every slice of a polling wave holds an s_sleep or a clock read: a wave counts as polling for this many slices after one.
+#define POLL_AGE 64
+// Rounds without any effect after which no further wave is starved.
 #define CALM_ROUNDS 8
-// Each jump grows by this part of the last: with a clock read every 32 tries, a wave sees a deadline within a few per cent of it,
-// so that of two deadlines the shorter ends first.
-#define JUMP_GROWTH 512
+// A jump of the clock: this part of the time since anything changed, so that deadlines 6 % apart stay apart, and at least so much.
+#define JUMP_PART 16
+#define FIRST_JUMP 1000
+// Rounds after which a jump no longer waits for every wave to have read the clock.
+#define PATIENCE 512
 // A machine that only polls for this long (virtual) will never end: 2^37 ticks, 23 minutes.
 #define CLOCK_HORIZON (1ull << 37)
 // Instructions of one wave a clock tick: about 2.4 GHz / 4 cycles / 100 MHz.
@@ -434,7 +437,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
     uint32_t polling = 0; // of these the latest in which every wave ran and only polled
     uint32_t calm = 0;    // rounds since anything changed; past CALM_ROUNDS no further wave is starved
     uint32_t round = 0;
-    uint64_t jump = 1000;
+    uint64_t changed = m->clock; // when anything changed last
     while (!m->fault.kind && m->ngroups) {
         if (order_room < m->ngroups) {
             order_room = m->groups_room;
@@ -446,7 +449,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         round++;
         const uint64_t version = m->version;
         uint64_t longest = 0;
-        uint32_t ran = 0, working = 0, clocked = 0, stuck = 0, starved = 0;
+        uint32_t ran = 0, working = 0, timed = 0, unchecked = 0, stuck = 0, starved = 0;
         const int hashing = idle >= 2 && (idle & (idle - 1)) == 0;
         uint32_t retired = 0;
         for (uint32_t k = 0; k < m->ngroups && !m->fault.kind; k++) {
@@ -475,8 +478,9 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 const int effect = m->version != before || w->state != WAVE_READY;
                 if (w->slept || w->read_clock) w->poll_age = 0;
                 else if (w->poll_age < 255) w->poll_age++;
-                int polled = !effect && w->poll_age < (m->adversarial ? POLL_AGE : 1);
-                clocked += w->read_clock;
+                int polled = !effect && w->poll_age < POLL_AGE;
+                if (w->read_clock) { w->uses_clock = 1; w->clock_seen = m->clock_serial; }
+                if (w->state == WAVE_READY && w->uses_clock) { timed++; unchecked += w->clock_seen != m->clock_serial; }
                 // A wave whose whole state repeats while nothing around it changes is stuck.
                 if (!effect && hashing) {
                     const uint64_t h = wave_hash(w);
@@ -502,7 +506,12 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         if (m->fault.kind || !m->ngroups) break;
         if (m->icount_limit && m->icount > m->icount_limit) { set_fault(m, FAULT_LIMIT); break; }
         if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) { set_fault(m, FAULT_LIMIT); break; }
-        if (m->version != version || retired) { idle = polling = calm = 0; jump = 1000; continue; }
+        if (m->version != version || retired) {
+            idle = polling = calm = 0;
+            changed = m->clock;
+            m->clock_serial++;
+            continue;
+        }
         if (ran == 0 && !starved) { // nothing can run: barriers and injected stalls only
             if (m->adversarial && adv_force_drain(m)) continue;
             if (m->nlate) { m->clock = next_late_store(m); drain_late_stores(m); continue; }
@@ -519,7 +528,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         idle++;
         calm++;
         if (starved && !working && idle >= 2) { // the others only poll: the starved waves go on, or first a store comes out
-            if (next_random(m) & 3 || !adv_force_drain(m)) wake_some(m);
+            if (next_random(m) & 7 || !adv_force_drain(m)) wake_some(m);
             idle = 0;
         }
         if (starved || working) { polling = 0; continue; }
@@ -530,21 +539,29 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         if (m->adversarial && polling < IDLE_ROUNDS_ADVERSARIAL) continue;
         if (m->nlate) { // the next event
             const uint64_t due = next_late_store(m);
-            if (due > m->clock + jump && clocked) m->clock += jump; else m->clock = due;
+            const uint64_t step = (m->clock - changed) / JUMP_PART + FIRST_JUMP;
+            if (due > m->clock + step && timed) {
+                if (unchecked && polling < PATIENCE) continue;
+                m->clock += step;
+            } else m->clock = due;
             m->clock_jumps++;
+            m->clock_serial++;
             drain_late_stores(m);
-            jump *= 2;
             polling = 0;
             continue;
         }
-        if (!clocked) {
+        if (!timed) {
             if (stuck == ran) { set_fault(m, FAULT_DEADLOCK); break; }
             continue; // a bounded loop may still end
         }
-        m->clock += jump;
+        // Every wave has looked at the clock since the last jump: no deadline is passed over unseen.
+        if (unchecked && polling < PATIENCE) continue;
+        const uint64_t elapsed = m->clock - changed;
+        if (elapsed > CLOCK_HORIZON) { set_fault(m, FAULT_DEADLOCK); break; }
+        m->clock += elapsed / JUMP_PART > FIRST_JUMP ? elapsed / JUMP_PART : FIRST_JUMP;
         m->clock_jumps++;
-        jump += jump / JUMP_GROWTH + 1;
-        if (jump > CLOCK_HORIZON) { set_fault(m, FAULT_DEADLOCK); break; }
+        m->clock_serial++;
+        polling = IDLE_ROUNDS;
     }
     if (!m->fault.kind && m->adversarial) adv_finish(m);
     if (m->nlate) { // stores that were put off arrive after the launch

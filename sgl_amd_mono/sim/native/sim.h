@@ -159,6 +159,8 @@ struct Wave {
     int32_t budget;        // backward branches left in this slice
     uint8_t state;
     uint8_t slept, read_clock;
+    uint8_t uses_clock;    // it has read the clock at some time
+    uint64_t clock_seen;   // Machine.clock_serial when it read the clock last
     uint8_t poll_age;      // slices since the wave last slept or read the clock
     uint8_t gpr_idx;       // s_set_gpr_idx_on: bits src0, src1, src2, dst
     uint32_t gpr_idx_value;
@@ -283,6 +285,7 @@ struct Machine {
     Node *nodes;
     uint32_t nnodes, nodes_room;
     uint64_t clock_jumps;
+    uint64_t clock_serial; // changes with every jump and every visible effect
     uint32_t track_unique, has_mail;
     uint64_t stalled;
     struct AdvMachine *adv;
