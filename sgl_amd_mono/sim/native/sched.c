@@ -187,6 +187,7 @@ static void init_wave(Wave *w, Group *g, uint32_t id, uint8_t *base, size_t vbyt
     w->pc = w->seg = p->ins;
     w->last = L->kernarg_alloc;
     w->depth.node = -1;
+    w->poll_age = 255;
     w->mode = (uint32_t)(p->round32 | p->round64 << 2 | (p->flush32 ? 0 : 3) << 4 | (p->flush64 ? 0 : 3) << 6 | p->dx10_clamp << 8 | p->ieee << 9);
     uint32_t *words = (uint32_t *)w->v;
     for (size_t k = 0; k < (size_t)p->vgprs * LANES; k++) words[k] = POISON;
@@ -563,7 +564,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         m->clock_serial++;
         polling = IDLE_ROUNDS;
     }
-    if (!m->fault.kind && m->adversarial) adv_finish(m);
+    if (m->adversarial) adv_finish(m);
     if (m->nlate) { // stores that were put off arrive after the launch
         for (uint32_t k = 0; k < m->nlate; k++) m->late[k].due = 0;
         drain_late_stores(m);

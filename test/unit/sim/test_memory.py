@@ -76,7 +76,11 @@ def test_a_plain_store_needs_a_write_back() -> None:
     plain = kernel(MESSAGE).replace(r"(global_store_dword v1, v2.*) sc1", r"\1")
     text = "\n".join(i.text if i.text != "s_barrier" else "s_barrier" for i in plain.instructions)
     assert "buffer_wbl2" not in text
-    released = kernel(MESSAGE.replace("global_store_dword v1, v2, s[4:5] sc1\n", "global_store_dword v1, v2, s[4:5]\nbuffer_wbl2 sc1\n"))
+    released = kernel(
+        MESSAGE.replace(
+            "global_store_dword v1, v2, s[4:5] sc1\n", "global_store_dword v1, v2, s[4:5]\nbuffer_wbl2 sc1\n"
+        )
+    )
     assert all(message(released, seed) for seed in range(SEEDS))
     dropped = released.delete("buffer_wbl2")
     assert sum(not message(dropped, seed) for seed in range(SEEDS)) >= SEEN
