@@ -111,6 +111,7 @@ typedef struct Entry {
 struct AdvWave {
     Entry *vm[VM_DEPTH + 1], *lgkm[LGKM_DEPTH + 1];
     uint32_t nvm, nlgkm;
+    uint64_t drained_by; // the last forced drain that took a store of this wave
 };
 struct AdvGroup {
     Cache cache;
@@ -750,9 +751,13 @@ int adv_force_drain(Machine *m) {
     candidates(m, c, n);
     qsort(c, n, sizeof *c, younger);
     const uint32_t count = n > 8 ? n / 8 : 1;
-    for (uint32_t k = 0; k < count; k++) { // mostly the youngest: a flag before its data
-        const Candidate *x = &c[next_random(m) & 7 ? k : (uint32_t)(next_random(m) % n)];
+    const uint64_t call = m->adv->serial++;
+    for (uint32_t k = 0, done = 0; k < n && done < count; k++) { // mostly the youngest, one a wave: flags before data
+        const Candidate *x = &c[next_random(m) & 15 ? k : (uint32_t)(next_random(m) % n)];
         Wave *w = x->w;
+        if (w->adv->drained_by == call) continue;
+        w->adv->drained_by = call;
+        done++;
         if (x->lds) { // an LDS write; its slot keeps counting until it is waited for
             Entry *e = w->adv->lgkm[0];
             if (e->kind != E_LDS) continue;

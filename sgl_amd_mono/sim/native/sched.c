@@ -18,9 +18,13 @@ const Ins *op_watched(Wave *w, const Ins *i);
 #define SLICE_BRANCHES 64
 // Passes over all waves in which every wave only polls, before the clock jumps.
 #define IDLE_ROUNDS 4
+#define IDLE_ROUNDS_DRAIN 6 // adversarial: before stores are forced out
 #define IDLE_ROUNDS_ADVERSARIAL 24
 // Not every slice of a polling wave holds an s_sleep or a clock read: a wave counts as polling for this many slices after one.
-#define POLL_AGE 64
+#define POLL_AGE 3
+// The same once nothing has changed for long: for loops that sleep and read the clock rarely.
+#define POLL_AGE_CALM 64
+#define LONG_CALM 256
 // Rounds without any effect after which no further wave is starved.
 #define CALM_ROUNDS 8
 // A jump of the clock: this part of the time since anything changed, so that deadlines 6 % apart stay apart, and at least so much.
@@ -436,6 +440,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
 
     uint32_t idle = 0;    // rounds in which nothing changed that another wave could see
     uint32_t polling = 0; // of these the latest in which every wave ran and only polled
+    uint32_t waited = 0;  // rounds that a jump has waited for waves to read the clock
     uint32_t calm = 0;    // rounds since anything changed; past CALM_ROUNDS no further wave is starved
     uint32_t round = 0;
     uint64_t changed = m->clock; // when anything changed last
@@ -479,7 +484,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
                 const int effect = m->version != before || w->state != WAVE_READY;
                 if (w->slept || w->read_clock) w->poll_age = 0;
                 else if (w->poll_age < 255) w->poll_age++;
-                int polled = !effect && w->poll_age < POLL_AGE;
+                int polled = !effect && w->poll_age < (calm < LONG_CALM ? POLL_AGE : POLL_AGE_CALM);
                 if (w->read_clock) { w->uses_clock = 1; w->clock_seen = m->clock_serial; }
                 if (w->state == WAVE_READY && w->uses_clock) { timed++; unchecked += w->clock_seen != m->clock_serial; }
                 // A wave whose whole state repeats while nothing around it changes is stuck.
@@ -508,7 +513,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         if (m->icount_limit && m->icount > m->icount_limit) { set_fault(m, FAULT_LIMIT); break; }
         if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) { set_fault(m, FAULT_LIMIT); break; }
         if (m->version != version || retired) {
-            idle = polling = calm = 0;
+            idle = polling = calm = waited = 0;
             changed = m->clock;
             m->clock_serial++;
             continue;
@@ -534,7 +539,7 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         if (starved || working) { polling = 0; continue; }
         polling++;
-        if (polling < IDLE_ROUNDS) continue;
+        if (polling < (m->adversarial ? IDLE_ROUNDS_DRAIN : IDLE_ROUNDS)) continue;
         // every wave only polls
         if (m->adversarial && adv_force_drain(m)) { idle = polling = 0; continue; }
         if (m->adversarial && polling < IDLE_ROUNDS_ADVERSARIAL) continue;
@@ -542,8 +547,9 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             const uint64_t due = next_late_store(m);
             const uint64_t step = (m->clock - changed) / JUMP_PART + FIRST_JUMP;
             if (due > m->clock + step && timed) {
-                if (unchecked && polling < PATIENCE) continue;
+                if (unchecked && waited++ < PATIENCE) continue;
                 m->clock += step;
+                waited = 0;
             } else m->clock = due;
             m->clock_jumps++;
             m->clock_serial++;
@@ -556,13 +562,14 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
             continue; // a bounded loop may still end
         }
         // Every wave has looked at the clock since the last jump: no deadline is passed over unseen.
-        if (unchecked && polling < PATIENCE) continue;
+        if (unchecked && waited++ < PATIENCE) continue;
+        waited = 0;
         const uint64_t elapsed = m->clock - changed;
         if (elapsed > CLOCK_HORIZON) { set_fault(m, FAULT_DEADLOCK); break; }
         m->clock += elapsed / JUMP_PART > FIRST_JUMP ? elapsed / JUMP_PART : FIRST_JUMP;
         m->clock_jumps++;
         m->clock_serial++;
-        polling = IDLE_ROUNDS;
+        polling = m->adversarial ? IDLE_ROUNDS_ADVERSARIAL - 1 : IDLE_ROUNDS - 1;
     }
     if (m->adversarial) adv_finish(m);
     if (m->nlate) { // stores that were put off arrive after the launch
