@@ -18,6 +18,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
 TP1, TP2 = Geometry.small(1), Geometry.small(2)
 full = pytest.mark.full
+DEVICE_HOPS = 2  # at every width, also where a wave has units of several rows
 PADS = {1: (0,), 2: (1,), 3: (1,), 4: (0, 2), 5: (4,), 6: (0, 5), 7: (3, 4), 8: (0, 2, 7)}
 
 # (width, first layer, state dtype, with pad rows) that `make test` runs; `make test-full` runs the whole product.
@@ -44,8 +45,9 @@ PRODUCT = [
 def checked(case: K1Case, **how: object) -> None:
     """Run once and hold the gates."""
     before = Before.of(case)
-    run(case, **how)
+    result = run(case, **how)
     print(report(case, before))
+    assert result.longest_device_hops <= DEVICE_HOPS and result.longest_cross_hops == 0
     assert not failures(case, before)
     assert not case.fault.failed
 

@@ -57,13 +57,13 @@ def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str) ->
     assert count(lines, r"^(scratch_|flat_|buffer_inv|buffer_wbl2)") == 0
     assert count(lines, r"^s_barrier") == 2
 
-    copies = 1 if key.unit_rounds == 1 else 2  # a loop body serves all rounds but the first
+    copies = 1 if key.unit_rounds == 1 else 2  # of a unit's first half: a loop body serves all rounds but the first
     owners = max(1, g.heads_per_key * g.units_per_head // 64)
     passes = publish_sites(key)
     puts = [line for line in lines if line.startswith("global_store_dwordx2") and scope(line) == "sc1"]
     assert copies < len(puts) <= passes + copies  # products (the compiler may merge sites), one ONRM pair a unit
     polls = [line for line in lines if line.startswith("global_load_dwordx2") and scope(line) == "sc1"]
-    assert len(polls) == copies * (4 + 2 + owners)  # "proj", "onrm", "window"
+    assert len(polls) == copies * 4 + 2 + owners  # "proj", "onrm", "window"
     # Nothing else is written or read at device scope; system scope is for the fault block alone.
     scoped = [line for line in lines if scope(line)]
     assert {scope(line) for line in scoped} == {"sc1", "sc0 sc1"}

@@ -12,8 +12,8 @@ sums_of_squares    all                  -                           -
 load_unit          waves with a unit    -                           - (state, conv windows, constants)
 normalise          all                  one barrier                 residual_out (each column by one workgroup)
 in_proj            all                  one barrier                 PROJ (bf16 pairs), LEFT and BA (f32 K slices)
-gdn_unit           waves with a unit    "proj": q k v b a           ONRM: sum of squares of 8 outputs
-                                        "onrm": the head's sums, z  core row, state rows, v conv windows
+start_unit         waves with a unit    "proj": q k v b a           ONRM: sum of squares of 8 outputs
+finish_unit        waves with a unit    "onrm": the head's sums, z  core row, state rows, v conv windows
                                         "window": owners only       q and k conv windows
 =================  ===================  ==========================  ==================================================
 
@@ -44,7 +44,7 @@ Rounded to bf16: residual_out, x, PROJ (after the last sum), b and a, each conv 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_amd_mono.common.build import Abi, BuildKey
@@ -112,6 +112,8 @@ LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 180
 STEP_REGISTERS = 4  # vector registers of one 16 x 32 weight tile
 UNIT_REGISTERS = 48  # of a unit's state, windows and constants
 SCRATCH_ALIGN = 256
+# Words of a parked result a lane: state (f32 is the wider), windows, o, weight of the gated norm.
+HELD_WORDS = LANE_COLUMNS * LANE_COLUMNS + (LANE_COLUMNS + 1) * CONV_STATE_TAPS + 2
 WAVE_ORDER = tuple(range(8))  # in which the waves' products are added
 
 
@@ -160,8 +162,8 @@ class GdnKey(BuildKey):
 
     @property
     def unit_rounds(self) -> int:
-        """Units that a wave computes one after the other at most (1 at the true size)."""
-        return -(-self.geometry.gdn_units * self.width // (self.geometry.blocks * self.geometry.waves))
+        """Units that a wave computes at most (1 at the true size)."""
+        return unit_rounds(self.geometry, self.width)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -191,10 +193,21 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, tuple[int, int]
     return regions
 
 
-def scratch_bytes(geometry: Geometry, width: int) -> int:
-    """Bytes of the scratch of one width (zeroed once, never shared with another width or kernel)."""
+def held_offset(geometry: Geometry, width: int) -> int:
+    """Bytes of the mailbox regions; behind them lie results that a wave parks (HELD, no mailbox)."""
     offset, nbytes = scratch_regions(geometry, width)["ONRM"]
     return offset + -(-nbytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
+
+
+def unit_rounds(geometry: Geometry, width: int) -> int:
+    """Units that a wave computes at most (1 at the true size)."""
+    return -(-geometry.gdn_units * width // (geometry.blocks * geometry.waves))
+
+
+def scratch_bytes(geometry: Geometry, width: int) -> int:
+    """Bytes of the scratch of one width (zeroed once, never shared with another width or kernel)."""
+    parked = geometry.gdn_units * width if unit_rounds(geometry, width) > 1 else 0
+    return held_offset(geometry, width) + parked * HELD_WORDS * WAVE * 4
 
 
 def lds_layout(key: GdnKey) -> dict[str, int]:
@@ -391,6 +404,8 @@ class _Front:
         self.partial_lanes = NORM_COLUMNS // self.lane_columns
         self.x_pitch = g.hidden * BF16_BYTES + X_PAD_BYTES
         self.keep_z = key.width <= KEEP_Z_ROWS
+        self.state_size = F32_BYTES if key.state_dtype == "float32" else BF16_BYTES
+        self.held = args["scratch"] + d.I64(held_offset(g, key.width))
 
     # -- pairs of f32, which the vector unit adds, multiplies and fuses two at a time
 
@@ -427,14 +442,15 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         weights = Weights(c)
         weights.issue(weights.early)
         squares = sums_of_squares(c, rows)
-        unit = load_unit(c, 0)
+        unit = load_unit(c, find_unit(c, 0))
         weights.issue(weights.middle)
         normalise(c, rows, squares, weights)
         weights.issue(weights.steps)
         in_proj(c, weights)
-        gdn_unit(c, unit)
-        if key.unit_rounds > 1:
-            c.d.for_range(1, key.unit_rounds, 1, [], lambda i: gdn_unit(c, load_unit(c, i)))
+        if key.unit_rounds == 1:
+            gdn_unit(c, unit)
+        else:
+            gdn_rounds(c, unit)
 
     return gdn_front
 
@@ -489,12 +505,15 @@ class Unit:
     head: Any
     index: Any  # head * units_per_head + unit of the head
     key_head: Any
-    loaded: list[Any]  # what is in flight: words, or vectors of words, of the inputs below
+    gnorm_row: Any  # of the lane's row in its head
+    channel: Any  # the lane's first q or k channel
+    v_channel: Any
     state_buffer: Any
     conv_buffer: Any
     state_offset: Any  # bytes of the lane's first row in its slot
     channel_bytes: Any  # bytes of the lane's first q or k channel in its slot
     v_channel_bytes: Any
+    loaded: list[Any] = field(default_factory=list)  # in flight: words, or vectors of words, of the inputs below
 
 
 @dataclass
@@ -540,12 +559,8 @@ def arrived(c: _Front, u: Unit) -> Inputs:
     )
 
 
-def load_unit(c: _Front, unit_round: Any) -> Unit:
-    """Waves with a unit of a live row: issue the loads of its state, conv windows and constants.
-
-    Unit n = workgroup + blocks * (wave + 8 * round): the units of a row lie in one round, so that no wait inside a
-    round depends on a later one.
-    """
+def find_unit(c: _Front, unit_round: Any) -> Unit:
+    """The wave's unit of a round, if it has one: unit n = workgroup + blocks * (wave + 8 * round)."""
     d, g, a = c.d, c.g, c.a
     number = c.block + (c.wave + unit_round * g.waves) * g.blocks
     total = c.rows * g.gdn_units
@@ -561,42 +576,10 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
     own_row = half * LANE_COLUMNS + (c.lane & (LANE_COLUMNS - 1))  # of the unit's 8, for v, z and outputs
     value_row = head * g.head_dim + unit * GDN_UNIT_ROWS
 
-    size = F32_BYTES if c.key.state_dtype == "float32" else BF16_BYTES
-    state_buffer = d.Buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size))
-    row_bytes = g.head_dim * size
-    state_offset = (value_row + half * LANE_COLUMNS) * row_bytes + lane32 * (LANE_COLUMNS * size)
-    state_like = d.vec(d.I32, LANE_COLUMNS * size // 4)
-
-    conv_buffer = d.Buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES))
-    channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
+    size = c.state_size
+    channel_stride = a["conv_channel_stride"] * BF16_BYTES
     channel = half * g.k_offset + key_head * g.head_dim + lane32 * LANE_COLUMNS
     v_channel = value_row + own_row + g.v_offset
-    channel_bytes, v_channel_bytes = channel * channel_stride, v_channel * channel_stride
-    tap_bytes = CONV_TAPS * BF16_BYTES
-
-    def loads() -> list[Any]:
-        state = [state_buffer.load(state_offset + i * row_bytes, state_like) for i in range(LANE_COLUMNS)]
-        first = [channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
-        taps = [
-            d.zext(conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
-            for start in [*first, v_channel_bytes]
-            for j in range(CONV_STATE_TAPS)
-        ]
-        conv_w = d.Buffer(a["conv_w"])
-        return [
-            *state,
-            *taps,
-            conv_w.load(channel * tap_bytes, d.vec(d.I32, 4)),
-            conv_w.load((channel + 2) * tap_bytes, d.vec(d.I32, 4)),
-            conv_w.load(v_channel * tap_bytes, d.vec(d.I32, 2)),
-            d.load(a["a_log"], head * F32_BYTES, d.I32),
-            d.zext(d.load(a["dt_bias"], head * BF16_BYTES, d.I16), d.I32),
-            d.zext(d.load(a["gnorm_w"], (unit * GDN_UNIT_ROWS + own_row) * BF16_BYTES, d.I16), d.I32),
-        ]
-
-    scalars = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
-    like = [*[state_like] * LANE_COLUMNS, *[d.I32] * scalars, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
-    loaded = d.if_else(live, loads, lambda: [d.fly.poison(kind) for kind in like], like)
     return Unit(
         some=some,
         live=live,
@@ -604,13 +587,49 @@ def load_unit(c: _Front, unit_round: Any) -> Unit:
         head=head,
         index=index,
         key_head=key_head,
-        loaded=loaded,
-        state_buffer=state_buffer,
-        conv_buffer=conv_buffer,
-        state_offset=state_offset,
-        channel_bytes=channel_bytes,
-        v_channel_bytes=v_channel_bytes,
+        gnorm_row=unit * GDN_UNIT_ROWS + own_row,
+        channel=channel,
+        v_channel=v_channel,
+        state_buffer=d.Buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size)),
+        conv_buffer=d.Buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES)),
+        state_offset=((value_row + half * LANE_COLUMNS) * g.head_dim + lane32 * LANE_COLUMNS) * size,
+        channel_bytes=channel * channel_stride,
+        v_channel_bytes=v_channel * channel_stride,
     )
+
+
+def load_unit(c: _Front, u: Unit) -> Unit:
+    """Waves with a unit of a live row: issue the loads of its state, conv windows and constants."""
+    d, g, a = c.d, c.g, c.a
+    row_bytes = g.head_dim * c.state_size
+    state_like = d.vec(d.I32, LANE_COLUMNS * c.state_size // 4)
+    channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
+    tap_bytes = CONV_TAPS * BF16_BYTES
+
+    def loads() -> list[Any]:
+        state = [u.state_buffer.load(u.state_offset + i * row_bytes, state_like) for i in range(LANE_COLUMNS)]
+        first = [u.channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
+        taps = [
+            d.zext(u.conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
+            for start in [*first, u.v_channel_bytes]
+            for j in range(CONV_STATE_TAPS)
+        ]
+        conv_w = d.Buffer(a["conv_w"])
+        return [
+            *state,
+            *taps,
+            conv_w.load(u.channel * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load((u.channel + 2) * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load(u.v_channel * tap_bytes, d.vec(d.I32, 2)),
+            d.load(a["a_log"], u.head * F32_BYTES, d.I32),
+            d.zext(d.load(a["dt_bias"], u.head * BF16_BYTES, d.I16), d.I32),
+            d.zext(d.load(a["gnorm_w"], u.gnorm_row * BF16_BYTES, d.I16), d.I32),
+        ]
+
+    scalars = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
+    like = [*[state_like] * LANE_COLUMNS, *[d.I32] * scalars, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
+    u.loaded = d.if_else(u.live, loads, lambda: [d.fly.poison(kind) for kind in like], like)
+    return u
 
 
 class Weights:
@@ -843,27 +862,109 @@ def publish_products(c: _Front, w: Weights, wave_bytes: int, task_bytes: int) ->
 # ---- gated delta net ---------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Result:
+    """What a unit leaves behind until its head's sums have come, as words."""
+
+    state: list[list[Any]]  # [row 0..3][word], as the pool stores them
+    windows: list[list[Any]]  # [channel 0..3][tap] of q or k, bits
+    v_window: list[Any]  # [tap], bits
+    o: Any  # f32 bits of the lane's row
+    gnorm_w: Any
+
+
 def gdn_unit(c: _Front, u: Unit) -> None:
     """Waves with a unit (see Unit): conv, gates, delta rule, gated norm, state. A pad row gets a zero core row only."""
+    store_pad_row(c, u)
+    with c.d.if_(u.live):
+        finish_unit(c, u, start_unit(c, u))
+
+
+def gdn_rounds(c: _Front, first: Unit) -> None:
+    """Waves with several units (a grid smaller than the step's units): all of them are started, and their sums
+    published, before the first head's sums are awaited, so that a row's hand-offs never follow another row's. Between
+    the two the results lie in HELD, which only the lane itself writes and reads."""
     d = c.d
-    with d.if_(u.some):
-        with d.if_(d.compare("eq", _int(d, u.live), d.I32(0))):
-            _store_core(c, u, d.I16(0))
+
+    def start(u: Unit) -> None:
+        store_pad_row(c, u)
         with d.if_(u.live):
-            qk, v_new, ba = poll_projections(c, u)
-            # Issued here, looked at before the stores: it costs no trip, and later waits look at the word themselves.
-            error = d.load(c.sync.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
-            given = arrived(c, u)
-            q, k, v, windows, v_window = convolve(c, given, qk, v_new)
-            decay, beta = gates(c, given, ba)
-            o, state = delta_rule(c, given, q, k, v, decay, beta)
-            squares, z = exchange_squares(c, u, o)
-            core = gated_norm(c, given, o, squares, z)
-            with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
-                c.sync._leave()
-            _store_core(c, u, d.bf16_bits(core))
-            store_state(c, u, state, v_window)
-            store_windows(c, u, windows)
+            hold(c, u, start_unit(c, u))
+
+    def finish(u: Unit) -> None:
+        with d.if_(u.live):
+            finish_unit(c, u, held(c, u))
+
+    start(first)
+    d.for_range(1, c.key.unit_rounds, 1, [], lambda i: start(load_unit(c, find_unit(c, i))))
+    d.wait_stores()
+    d.for_range(0, c.key.unit_rounds, 1, [], lambda i: finish(find_unit(c, i)))
+
+
+def store_pad_row(c: _Front, u: Unit) -> None:
+    """A pad row's 8 core values are zero; nothing else of it is written, read or awaited."""
+    d = c.d
+    with d.if_(u.some), d.if_(d.compare("eq", _int(d, u.live), d.I32(0))):
+        _store_core(c, u, d.I16(0))
+
+
+def start_unit(c: _Front, u: Unit) -> Result:
+    """Wait "proj", compute the unit up to its output rows, publish their sum of squares (ONRM)."""
+    d, g = c.d, c.g
+    qk, v_new, ba = poll_projections(c, u)
+    given = arrived(c, u)
+    q, k, v, windows, v_window = convolve(c, given, qk, v_new)
+    decay, beta = gates(c, given, ba)
+    o, state = delta_rule(c, given, q, k, v, decay, beta)
+    low, high = d.wave_halves(d.wave_sum(o * o, LANE_COLUMNS))
+    with d.if_(d.compare("eq", c.lane, d.I32(0))):
+        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, low + high)
+    if c.key.state_dtype == "float32":
+        words = [[d.bitcast(d.vector_element(pair, n), d.I32) for pair in row for n in range(2)] for row in state]
+    else:
+        words = [[_pack(c, pair) for pair in row] for row in state]
+    return Result(words, windows, v_window, d.bitcast(o, d.I32), given.gnorm_w)
+
+
+def finish_unit(c: _Front, u: Unit, result: Result) -> None:
+    """Wait "onrm", write the core row, the state and the v window; owners wait "window" and write q and k windows."""
+    d = c.d
+    # Issued here, looked at before the stores: it costs no trip, and the waits look at the word themselves.
+    error = d.load(c.sync.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
+    squares, z = await_squares(c, u)
+    core = gated_norm(c, d.bitcast(result.o, d.F32), result.gnorm_w, squares, z)
+    with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
+        c.sync._leave()
+    _store_core(c, u, d.bf16_bits(core))
+    store_state(c, u, result.state, result.v_window)
+    store_windows(c, u, result.windows)
+
+
+def _held_place(c: _Front, u: Unit, word: int) -> Any:
+    """Byte offset in HELD of a word of the unit's result: [unit][word][lane]."""
+    unit = u.row * c.g.gdn_units + u.index
+    return unit * (HELD_WORDS * WAVE * 4) + c.lane * 4 + word * (WAVE * 4)
+
+
+def hold(c: _Front, u: Unit, result: Result) -> None:
+    """Park a unit's result in HELD."""
+    words = [w for row in (*result.state, *result.windows, result.v_window) for w in row] + [result.o, result.gnorm_w]
+    for n, word in enumerate(words):
+        c.d.store(word, c.held, _held_place(c, u, n))
+
+
+def held(c: _Front, u: Unit) -> Result:
+    """A unit's parked result."""
+    numbers = iter(range(HELD_WORDS))
+
+    def take(rows: int, words: int) -> list[list[Any]]:
+        return [
+            [c.d.load(c.held, _held_place(c, u, next(numbers)), c.d.I32) for _ in range(words)] for _ in range(rows)
+        ]
+
+    state = take(LANE_COLUMNS, LANE_COLUMNS * c.state_size // 4)
+    windows = take(LANE_COLUMNS, CONV_STATE_TAPS)
+    return Result(state, windows, *take(1, CONV_STATE_TAPS), *take(1, 2)[0])
 
 
 def _int(d: Any, condition: Any) -> Any:
@@ -1024,17 +1125,13 @@ def delta_rule(
     return own, rows
 
 
-def exchange_squares(c: _Front, u: Unit, o: Any) -> tuple[Any, Any]:
-    """Publish the sum of o^2 over the unit's 8 rows (ONRM); wait "onrm": the head's sums and z of the lane's row.
+def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
+    """Wait "onrm": the head's sums of o^2 (ONRM) and z of the lane's row.
 
     Returns the head's sum of squares and z (bf16 value as f32). z comes from PROJ, or, where its row is left over, as
     K slices from LEFT, which are summed and rounded here.
     """
     d, g = c.d, c.g
-    low, high = d.wave_halves(d.wave_sum(o * o, LANE_COLUMNS))
-    with d.if_(d.compare("eq", c.lane, d.I32(0))):
-        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, low + high)
-
     own = _value_row(c, u) + _own_row(c) + g.z_offset
     region, index = c.region["PROJ"], _projection_pair(c, u, own & ~1)
     left_over = None
@@ -1064,11 +1161,11 @@ def exchange_squares(c: _Front, u: Unit, o: Any) -> tuple[Any, Any]:
     return d.wave_sum(squares, g.units_per_head), z
 
 
-def gated_norm(c: _Front, given: Inputs, o: Any, squares: Any, z: Any) -> Any:
+def gated_norm(c: _Front, o: Any, weight: Any, squares: Any, z: Any) -> Any:
     """(o * rstd * w) * silu(z) of the lane's row, f32."""
     d, g = c.d, c.g
     rstd = d.rsq(d.fma(squares, d.F32(1.0 / g.head_dim), d.F32(g.eps)))
-    return ((o * rstd) * _f32(d, given.gnorm_w)) * d.silu(z)
+    return ((o * rstd) * _f32(d, weight)) * d.silu(z)
 
 
 def _store_core(c: _Front, u: Unit, bits: Any) -> None:
@@ -1082,14 +1179,8 @@ def _store_core(c: _Front, u: Unit, bits: Any) -> None:
 def store_state(c: _Front, u: Unit, rows: list[list[Any]], v_window: list[Any]) -> None:
     """State rows in place (rounded to nearest even where the pool is bf16) and the unit's v conv windows."""
     d, g = c.d, c.g
-    is_f32 = c.key.state_dtype == "float32"
-    row_bytes = g.head_dim * (F32_BYTES if is_f32 else BF16_BYTES)
-    for i, state in enumerate(rows):
-        if is_f32:
-            value = d.vector_from([d.vector_element(pair, n) for pair in state for n in range(2)])
-        else:
-            value = d.vector_from([_pack(c, pair) for pair in state])
-        u.state_buffer.store(value, u.state_offset + i * row_bytes)
+    for i, words in enumerate(rows):
+        u.state_buffer.store(d.vector_from(words), u.state_offset + i * (g.head_dim * c.state_size))
     with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
         _store_taps(c, u, u.v_channel_bytes, v_window)
 
