@@ -43,7 +43,7 @@ $(STAMP):
 	  echo "== making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "== installing the pinned packages (about 2 minutes the first time)"
 	@$(PIP) -r requirements/torch.txt
-	@$(PIP) --no-deps $(foreach part,cpu sglang test dev,-r requirements/$(part).txt)
+	@$(PIP) --no-deps $(foreach part,cpu sglang aiter test dev,-r requirements/$(part).txt)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-*
 	@touch $@

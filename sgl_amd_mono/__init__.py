@@ -17,7 +17,7 @@ SPECS: dict[str, str] = {
 }
 
 #: Versions of FlyDSL whose kernels were compiled and simulated: [first, past the last). pyproject.toml names the same.
-FLYDSL_TESTED: tuple[str, str] = ("0.5", "0.6")
+FLYDSL_TESTED: tuple[str, str] = ("0.4.2", "0.6")
 
 #: The spellings by which a command line asks for the kernels; the second one is SGLang's deprecated form.
 FLAGS: tuple[str, str] = ("--enable-amd-monokernel", "--monokernel-backend")

@@ -136,14 +136,14 @@ ARGUMENT_LINES = {
         "GDN decode backend: found 'cutedsl'; needed: 'triton', whose state layout K1 reads; "
         "fix: --linear-attn-decode-backend triton"
     ],
-    "no flydsl": ["FlyDSL: found none; needed: flydsl >= 0.5, < 0.6; fix: pip install 'flydsl>=0.5,<0.6'"],
+    "no flydsl": ["FlyDSL: found none; needed: flydsl >= 0.4.2, < 0.6; fix: pip install 'flydsl>=0.4.2,<0.6'"],
     "old flydsl": [
-        "FlyDSL: found flydsl 0.4.0; needed: flydsl >= 0.5, < 0.6, the versions tested; "
-        "fix: pip install 'flydsl>=0.5,<0.6'"
+        "FlyDSL: found flydsl 0.4.0; needed: flydsl >= 0.4.2, < 0.6, the versions tested; "
+        "fix: pip install 'flydsl>=0.4.2,<0.6'"
     ],
     "new flydsl": [
-        "FlyDSL: found flydsl 0.6.0; needed: flydsl >= 0.5, < 0.6, the versions tested; "
-        "fix: pip install 'flydsl>=0.5,<0.6'"
+        "FlyDSL: found flydsl 0.6.0; needed: flydsl >= 0.4.2, < 0.6, the versions tested; "
+        "fix: pip install 'flydsl>=0.4.2,<0.6'"
     ],
     # several at once: SGLang's first, then every one of ours
     "two at once": [

@@ -51,7 +51,7 @@ def test_flydsl_range_is_the_tested_one():
     assert tuple(map(int, low.split("."))) <= pinned < tuple(map(int, high.split(".")))
 
 
-@pytest.mark.parametrize("name", ["torch.txt", "cpu.txt", "sglang.txt", "test.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["torch.txt", "cpu.txt", "sglang.txt", "aiter.txt", "test.txt", "dev.txt"])
 def test_pins_are_exact_and_installed(name: str):
     from importlib.metadata import version
 
@@ -60,7 +60,7 @@ def test_pins_are_exact_and_installed(name: str):
 
 
 def test_no_pin_twice():
-    names = [n for file in ("torch.txt", "cpu.txt", "sglang.txt", "test.txt", "dev.txt") for n in pins(file)]
+    names = [n for file in ("torch.txt", "cpu.txt", "sglang.txt", "aiter.txt", "test.txt", "dev.txt") for n in pins(file)]
     assert sorted({n for n in names if names.count(n) > 1}) in (
         [],
         ["packaging"],
