@@ -124,10 +124,12 @@ class K1Case:
             "epoch": self.epoch,
         }
 
-    def arguments(self, *, layer: int = LAYER, mode: int = 1, deadline_ticks: int = DEADLINE_TICKS) -> list[int]:
-        """Values in ABI order; tensors by address."""
+    def arguments(
+        self, *, layer: int = LAYER, mode: int = 1, deadline_ticks: int = DEADLINE_TICKS, rank: int = 0
+    ) -> list[int]:
+        """Values in ABI order; tensors by address. `rank`: which of the fault blocks is the launch's own."""
         args = gdn.launch_args(
-            self.key.geometry, **self.tensors(), rank=0, layer_slot=layer, deadline_ticks=deadline_ticks, mode=mode
+            self.key.geometry, **self.tensors(), rank=rank, layer_slot=layer, deadline_ticks=deadline_ticks, mode=mode
         )
         return [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
 

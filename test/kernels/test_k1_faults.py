@@ -10,7 +10,7 @@ import torch
 from helpers.k1_gates import Before, nothing_written, untouched
 from helpers.k1_inputs import DEADLINE_TICKS, EPOCH, LAYER, K1Case, make_case, run
 
-from sgl_amd_mono.common.sync import tag_of
+from sgl_amd_mono.common.sync import decode_fault_block, tag_of
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import REGION_NAMES, GdnKey
 
@@ -121,6 +121,17 @@ def blocked_units(place: Place, width: int) -> list[tuple[int, int, int]]:
         if blocked:
             units.append((t, head, unit * 8))
     return units
+
+
+def test_every_rank_learns_which_rank_failed() -> None:
+    """Rank 1 of 2 runs out of time: both fault blocks hold its record and its error word."""
+    from sgl_amd_mono.sim import Stall
+
+    case = make_case(GdnKey(Geometry.small(2), 1, stop=False), seed=36)
+    run(case, faults=[Stall(rank=0, workgroup=2, at="start")], deadline_ticks=STALL_DEADLINE, rank=1)
+    for block in case.fault_blocks:
+        state = decode_fault_block(block.tolist())
+        assert state.error_word == 2 and [record.rank for record in state.records] == [1]
 
 
 def test_an_earlier_failure_ends_the_next_launch() -> None:
