@@ -21,7 +21,8 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class KernelArg:
-    """One entry of `.args`: offset and size in bytes; kind is the `.value_kind`; name is empty where the compiler gives none."""
+    """One entry of `.args`: offset and size in bytes; kind is the `.value_kind`; name is empty where the compiler gives
+    none."""
 
     name: str
     offset: int
@@ -56,7 +57,8 @@ def _strip_comment(line: str) -> str:
 
 
 def _parse_metadata(text: str) -> tuple[list[dict[str, str]], list[list[dict[str, str]]]]:
-    """The kernels of `.amdgpu_metadata`: their plain keys and their `.args`. A reader of just this YAML, not of YAML."""
+    """The kernels of `.amdgpu_metadata`: their plain keys and their `.args`. A reader of just this YAML, not of
+    YAML."""
     kernels: list[dict[str, str]] = []
     args: list[list[dict[str, str]]] = []
     inside = in_args = False

@@ -27,8 +27,8 @@ LANES = 64
 class CodeObject:
     """One kernel. Build it with `CodeObject.parse`.
 
-    name; args (KernelArg in order); kernarg_size, lds_bytes, scratch_bytes (a lane) in bytes; vgprs (AGPRs included), agprs,
-    sgprs; max_threads (0: not stated); instructions.
+    name; args (KernelArg in order); kernarg_size, lds_bytes, scratch_bytes (a lane) in bytes; vgprs (AGPRs included),
+    agprs, sgprs; max_threads (0: not stated); instructions.
     """
 
     def __init__(self, text: str, kernel: KernelText) -> None:
@@ -66,7 +66,8 @@ class CodeObject:
     def parse(cls, isa_text: str, kernel: str | None = None) -> CodeObject:
         """The kernel of that name (default: the only one) of a text as LLVM prints it.
 
-        Raises SimError for an unknown instruction (naming line and text), a missing kernel, or several without a choice.
+        Raises SimError for an unknown instruction (naming line and text), a missing kernel, or several without a
+        choice.
         """
         kernels = parse_text(isa_text)
         names = [k.name for k in kernels]

@@ -23,9 +23,12 @@ from .library import operations
 RECORD = np.dtype(
     [
         ("fn", "<u8"), ("op", "<u2"), ("nsrc", "u1"), ("cls", "u1"), ("flags", "<u4"), ("dst", "<u2"), ("sdst", "<u2"),
-        ("src", "<u2", 4), ("kind", "u1", 4), ("neg", "u1"), ("abs", "u1"), ("omod", "u1"), ("clamp", "u1"), ("op_sel", "u1"),
-        ("op_sel_hi", "u1"), ("neg_lo", "u1"), ("neg_hi", "u1"), ("dpp_ctrl", "<u2"), ("dpp_masks", "u1"), ("mem_bytes", "u1"),
-        ("sdwa_dst", "u1"), ("sdwa_unused", "u1"), ("sdwa_sel", "u1", 2), ("imm", "<i4"), ("aux", "<u4"), ("ext", "<u8"),
+        ("src", "<u2", 4), ("kind", "u1", 4), ("neg", "u1"), ("abs", "u1"), ("omod", "u1"), ("clamp", "u1"),
+        ("op_sel", "u1"),
+        ("op_sel_hi", "u1"), ("neg_lo", "u1"), ("neg_hi", "u1"), ("dpp_ctrl", "<u2"), ("dpp_masks", "u1"),
+        ("mem_bytes", "u1"),
+        ("sdwa_dst", "u1"), ("sdwa_unused", "u1"), ("sdwa_sel", "u1", 2), ("imm", "<i4"), ("aux", "<u4"),
+        ("ext", "<u8"),
     ]
 )  # fmt: skip
 assert RECORD.itemsize == 64
@@ -40,7 +43,8 @@ SHARED_BASE, PRIVATE_BASE = 0x00010000 << 32, 0x00020000 << 32  # flat apertures
 
 _SCALARS = {
     "flat_scratch": 102, "flat_scratch_lo": 102, "flat_scratch_hi": 103, "xnack_mask": 104, "xnack_mask_lo": 104,
-    "xnack_mask_hi": 105, "vcc": S_VCC, "vcc_lo": S_VCC, "vcc_hi": S_VCC + 1, "m0": S_M0, "exec": S_EXEC, "exec_lo": S_EXEC,
+    "xnack_mask_hi": 105, "vcc": S_VCC, "vcc_lo": S_VCC, "vcc_hi": S_VCC + 1, "m0": S_M0, "exec": S_EXEC,
+    "exec_lo": S_EXEC,
     "exec_hi": S_EXEC + 1,
 }  # fmt: skip
 _SPECIAL = {
@@ -65,13 +69,15 @@ _KEEP_HIGH = {"v_mad_u16", "v_mad_i16", "v_fma_f16", "v_div_fixup_f16", "v_add_i
 }
 _WIDTH = {"q": 2, "d": 2, "k": 2, "m": 2}
 _HWREG = {
-    "HW_REG_MODE": 1, "HW_REG_STATUS": 2, "HW_REG_TRAPSTS": 3, "HW_REG_HW_ID": 4, "HW_REG_GPR_ALLOC": 5, "HW_REG_LDS_ALLOC": 6,
+    "HW_REG_MODE": 1, "HW_REG_STATUS": 2, "HW_REG_TRAPSTS": 3, "HW_REG_HW_ID": 4, "HW_REG_GPR_ALLOC": 5,
+    "HW_REG_LDS_ALLOC": 6,
     "HW_REG_IB_STS": 7, "HW_REG_SH_MEM_BASES": 15, "HW_REG_XCC_ID": 20,
 }  # fmt: skip
 
 # size suffix -> (bytes, load mode or 1 for the high half of a store)
 _LOADS = {
-    "ubyte": (1, 0), "sbyte": (1, 1), "ushort": (2, 0), "sshort": (2, 1), "dword": (4, 0), "dwordx2": (8, 0), "dwordx3": (12, 0),
+    "ubyte": (1, 0), "sbyte": (1, 1), "ushort": (2, 0), "sshort": (2, 1), "dword": (4, 0), "dwordx2": (8, 0),
+    "dwordx3": (12, 0),
     "dwordx4": (16, 0), "ubyte_d16": (1, 2), "ubyte_d16_hi": (1, 3), "sbyte_d16": (1, 4), "sbyte_d16_hi": (1, 5),
     "short_d16": (2, 2), "short_d16_hi": (2, 3),
 }  # fmt: skip
@@ -80,27 +86,35 @@ _STORES = {
     "byte_d16_hi": (1, 1), "short_d16_hi": (2, 1),
 }  # fmt: skip
 _ATOMIC = {
-    "swap": 0, "cmpswap": 1, "add": 2, "sub": 3, "smin": 4, "umin": 5, "smax": 6, "umax": 7, "and": 8, "or": 9, "xor": 10,
-    "inc": 11, "dec": 12, "add_f32": 13, "pk_add_f16": 14, "pk_add_bf16": 15, "add_f64": 16, "min_f64": 17, "max_f64": 18,
+    "swap": 0, "cmpswap": 1, "add": 2, "sub": 3, "smin": 4, "umin": 5, "smax": 6, "umax": 7, "and": 8, "or": 9,
+    "xor": 10,
+    "inc": 11, "dec": 12, "add_f32": 13, "pk_add_f16": 14, "pk_add_bf16": 15, "add_f64": 16, "min_f64": 17,
+    "max_f64": 18,
 }  # fmt: skip
 _DS_READ, _DS_READ2, _DS_WRITE, _DS_WRITE2, _DS_ATOMIC, _DS_READ_TR, _DS_BPERMUTE, _DS_PERMUTE, _DS_SWIZZLE, _DS_NOP = (
     range(10)
 )
 _DS_LOADS = {
-    "b32": (4, 0), "b64": (8, 0), "b96": (12, 0), "b128": (16, 0), "u8": (1, 0), "i8": (1, 1), "u16": (2, 0), "i16": (2, 1),
-    "u8_d16": (1, 2), "u8_d16_hi": (1, 3), "i8_d16": (1, 4), "i8_d16_hi": (1, 5), "u16_d16": (2, 2), "u16_d16_hi": (2, 3),
+    "b32": (4, 0), "b64": (8, 0), "b96": (12, 0), "b128": (16, 0), "u8": (1, 0), "i8": (1, 1), "u16": (2, 0),
+    "i16": (2, 1),
+    "u8_d16": (1, 2), "u8_d16_hi": (1, 3), "i8_d16": (1, 4), "i8_d16_hi": (1, 5), "u16_d16": (2, 2),
+    "u16_d16_hi": (2, 3),
 }  # fmt: skip
 _DS_STORES = {
     "b8": (1, 0), "b16": (2, 0), "b32": (4, 0), "b64": (8, 0), "b96": (12, 0), "b128": (16, 0), "b8_d16_hi": (1, 3),
     "b16_d16_hi": (2, 3),
 }  # fmt: skip
 _DS_ATOMICS = {
-    "add_u32": (2, 4), "sub_u32": (3, 4), "rsub_u32": (19, 4), "inc_u32": (11, 4), "dec_u32": (12, 4), "min_i32": (4, 4),
+    "add_u32": (2, 4), "sub_u32": (3, 4), "rsub_u32": (19, 4), "inc_u32": (11, 4), "dec_u32": (12, 4),
+    "min_i32": (4, 4),
     "min_u32": (5, 4), "max_i32": (6, 4), "max_u32": (7, 4), "and_b32": (8, 4), "or_b32": (9, 4), "xor_b32": (10, 4),
-    "mskor_b32": (20, 4), "wrxchg_b32": (0, 4), "cmpst_b32": (1, 4), "add_f32": (13, 4), "min_f32": (21, 4), "max_f32": (22, 4),
-    "pk_add_f16": (14, 4), "pk_add_bf16": (15, 4), "add_u64": (2, 8), "sub_u64": (3, 8), "rsub_u64": (19, 8), "inc_u64": (11, 8),
+    "mskor_b32": (20, 4), "wrxchg_b32": (0, 4), "cmpst_b32": (1, 4), "add_f32": (13, 4), "min_f32": (21, 4),
+    "max_f32": (22, 4),
+    "pk_add_f16": (14, 4), "pk_add_bf16": (15, 4), "add_u64": (2, 8), "sub_u64": (3, 8), "rsub_u64": (19, 8),
+    "inc_u64": (11, 8),
     "dec_u64": (12, 8), "min_i64": (4, 8), "min_u64": (5, 8), "max_i64": (6, 8), "max_u64": (7, 8), "and_b64": (8, 8),
-    "or_b64": (9, 8), "xor_b64": (10, 8), "mskor_b64": (20, 8), "wrxchg_b64": (0, 8), "cmpst_b64": (1, 8), "add_f64": (16, 8),
+    "or_b64": (9, 8), "xor_b64": (10, 8), "mskor_b64": (20, 8), "wrxchg_b64": (0, 8), "cmpst_b64": (1, 8),
+    "add_f64": (16, 8),
     "min_f64": (17, 8), "max_f64": (18, 8),
 }  # fmt: skip
 _DS_TR = {"b64_tr_b16": (8, 16), "b64_tr_b8": (8, 8), "b64_tr_b4": (8, 4), "b96_tr_b6": (12, 6)}
@@ -155,7 +169,8 @@ class Decoded:
 
 
 class Decoder:
-    """Turns the instructions of one kernel into records. operations: name -> (number, signature, class) of the C library."""
+    """Turns the instructions of one kernel into records. operations: name -> (number, signature, class) of the C
+    library."""
 
     def __init__(
         self, operations: dict[str, tuple[int, str, int]], labels: dict[str, int], symbols: dict[str, int]
@@ -512,8 +527,6 @@ class Decoder:
             self._writes.append(("v", int(record["src"][0]), 1))
         if base.startswith("v_div_fmas"):
             self._reads.append(("s", S_VCC, 2))
-        if base.startswith("v_accvgpr") or base.startswith("v_swap"):
-            pass
         if form == "dpp":
             if set(outs + ins) & set("qd"):
                 raise SimError("DPP on 64-bit operands is not implemented")

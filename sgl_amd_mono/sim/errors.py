@@ -7,7 +7,8 @@ import dataclasses
 
 
 class SimError(RuntimeError):
-    """The simulator cannot do what was asked: unknown instruction, bad mapping, launch that is not resident, no compiler."""
+    """The simulator cannot do what was asked: unknown instruction, bad mapping, launch that is not resident, no
+    compiler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Waiting:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} {self.launch} workgroup {self.workgroup} wave {self.wave}: {self.state} at line {self.line}: "
+            f"rank {self.rank} {self.launch} workgroup {self.workgroup} wave {self.wave}: {self.state} at line "
+            f"{self.line}: "
             f"{self.text}"
         )
 
@@ -32,9 +34,9 @@ class Waiting:
 class SimFault(SimError):
     """A launch failed while it ran.
 
-    kind: "out-of-bounds", "readonly-store", "gpu-fault" (addresses 0 to 4095), "lds-out-of-bounds", "misaligned", "trap",
-    "hazard", "deadlock", "limit", "memory" or "internal". The other fields are None where they do not apply; line is the
-    1-based line of the assembly text; waiting lists live waves for "deadlock" and "limit".
+    kind: "out-of-bounds", "readonly-store", "gpu-fault" (addresses 0 to 4095), "lds-out-of-bounds", "misaligned",
+    "trap", "hazard", "deadlock", "limit", "memory" or "internal". The other fields are None where they do not apply;
+    line is the 1-based line of the assembly text; waiting lists live waves for "deadlock" and "limit".
     """
 
     def __init__(

@@ -11,8 +11,8 @@ class Stall:
     """Waves that stop for good. Every selector that is None matches all; launch is the index in the list of launches.
 
     at: "start"; ("store", region) or ("load", region): before the first access to a region or allocation of that name;
-    ("line", isa_line, k): before the k-th pass (1-based) of the instruction on that line; ("text", regex, k): of the first
-    instruction whose text matches.
+    ("line", isa_line, k): before the k-th pass (1-based) of the instruction on that line; ("text", regex, k): of the
+    first instruction whose text matches.
     """
 
     rank: int | None = None
@@ -24,7 +24,8 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class DropStores:
-    """Stores of a rank into memory that another rank maps too never arrive. to_rank, region (or allocation name) narrow it."""
+    """Stores of a rank into memory that another rank maps too never arrive. to_rank, region (or allocation name) narrow
+    it."""
 
     rank: int | None
     to_rank: int | None = None

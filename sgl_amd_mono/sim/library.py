@@ -22,7 +22,8 @@ SOURCE_DIR = Path(__file__).resolve().parent / "native"
 CACHE_VARIABLE = "SGLANG_AMD_MONO_CACHE_DIR"
 # Contraction would change roundings; the register file is accessed as integers and floats alike.
 FLAGS = (
-    "-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math", "-w",
+    "-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math",
+    "-w",
 )  # fmt: skip
 NATIVE_FLAG = "-march=native"
 

@@ -37,8 +37,8 @@ class Launch:
     """One kernel launch on one rank.
 
     grid: workgroups in x, y, z; block: threads; kernargs: the kernel argument block (hidden arguments are filled in);
-    dynamic_lds: bytes beyond the kernel's own. persistent: all workgroups must be resident at once; False: they run in turn,
-    as many as fit.
+    dynamic_lds: bytes beyond the kernel's own. persistent: all workgroups must be resident at once; False: they run in
+    turn, as many as fit.
     """
 
     rank: int
@@ -90,10 +90,11 @@ class Machine:
     """Ranks of a node, each with an address space, and one scheduler for all.
 
     ranks: GPUs; cus: compute units of each. memory: "consistent" (every store is seen at once) or "adversarial" (caches
-    without coherence, late and reordered stores, loads delivered late; as the instructions' scopes permit). seed: schedule
-    and, in the adversarial mode, every delay; equal seeds give equal runs. instruction_limit: wave-instructions of one
-    `launch`; wall_clock_s: seconds of one `launch`; both end in a SimFault of kind "limit". unique_bytes: count distinct
-    bytes read (costs time). The clock runs at 100 MHz, advances with the instructions and jumps when every wave polls.
+    without coherence, late and reordered stores, loads delivered late; as the instructions' scopes permit). seed:
+    schedule and, in the adversarial mode, every delay; equal seeds give equal runs. instruction_limit:
+    wave-instructions of one `launch`; wall_clock_s: seconds of one `launch`; both end in a SimFault of kind "limit".
+    unique_bytes: count distinct bytes read (costs time). The clock runs at 100 MHz, advances with the instructions and
+    jumps when every wave polls.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class Machine:
         """Registers memory: nbytes at `address` as `rank` sees it are the bytes at host_address (default: address).
 
         Nothing is copied or touched unless poison is set. kind: "plain", "readonly" (a store is a fault), "mailbox"
-        (hand-offs are counted by 8-byte word) or "peer"; the same host bytes mapped on several ranks are peer memory in any
-        case. regions: (name, offset, nbytes) for reports and faults. owner: kept alive. Returns the address. Raises SimError
-        when it overlaps another allocation of the rank.
+        (hand-offs are counted by 8-byte word) or "peer"; the same host bytes mapped on several ranks are peer memory in
+        any case. regions: (name, offset, nbytes) for reports and faults. owner: kept alive. Returns the address. Raises
+        SimError when it overlaps another allocation of the rank.
         """
         self._check_rank(rank)
         if kind not in KINDS:
@@ -164,7 +165,8 @@ class Machine:
         if code:
             other = self._overlapping(rank, address, nbytes)
             raise SimError(
-                f"{name}: [{address:#x}, {address + nbytes:#x}) of rank {rank} overlaps {other.name if other else 'memory'}: "
+                f"{name}: [{address:#x}, {address + nbytes:#x}) of rank {rank} overlaps "
+                f"{other.name if other else 'memory'}: "
                 "unmap that first"
                 if code == -1
                 else f"{name}: no memory to register it"
@@ -326,8 +328,8 @@ class Machine:
     def launch(self, launches: Sequence[Launch]) -> Report:
         """Runs the launches together until every wave has ended (or is stalled by an injected fault).
 
-        Raises SimError before anything runs when a persistent launch cannot be resident as a whole, or the arguments do not
-        fit; SimFault when a launch fails while it runs.
+        Raises SimError before anything runs when a persistent launch cannot be resident as a whole, or the arguments do
+        not fit; SimFault when a launch fails while it runs.
         """
         launches = list(launches)
         if not launches:
@@ -380,13 +382,16 @@ class Machine:
             if launch.persistent:
                 need[launch.rank] = need.get(launch.rank, 0.0) + groups / per_cu
                 texts.setdefault(launch.rank, []).append(
-                    f"{name}: {groups} workgroups of {threads} threads, {code.vgprs} VGPRs, {lds} bytes of LDS, {per_cu} a CU"
+                    f"{name}: {groups} workgroups of {threads} threads, {code.vgprs} VGPRs, {lds} bytes of LDS, "
+                    f"{per_cu} a CU"
                 )
         for rank, cus in need.items():
             if cus > self.cus:
                 raise SimError(
-                    f"rank {rank}: not resident as a whole: {'; '.join(texts[rank])}; needs {math.ceil(cus)} CUs, the machine "
-                    f"has {self.cus}: launch fewer workgroups, or persistent=False where they do not wait for each other"
+                    f"rank {rank}: not resident as a whole: {'; '.join(texts[rank])}; needs {math.ceil(cus)} CUs, the "
+                    f"machine "
+                    f"has {self.cus}: launch fewer workgroups, or persistent=False where they do not wait for each "
+                    f"other"
                 )
 
     def _kernargs(self, launch: Launch) -> np.ndarray:
@@ -394,7 +399,8 @@ class Machine:
         explicit = max((a.offset + a.size for a in code.args if not a.kind.startswith("hidden_")), default=0)
         if not explicit <= len(launch.kernargs) <= max(code.kernarg_size, explicit):
             raise SimError(
-                f"{self._name(launch)}: {len(launch.kernargs)} bytes of kernel arguments, the kernel declares {explicit} "
+                f"{self._name(launch)}: {len(launch.kernargs)} bytes of kernel arguments, the kernel declares "
+                f"{explicit} "
                 f"(with hidden ones {code.kernarg_size})"
             )
         size = -(-max(code.kernarg_size, 8) // 64) * 64
@@ -417,7 +423,8 @@ class Machine:
                 block[a.offset : a.offset + a.size] = np.frombuffer(int(value).to_bytes(a.size, "little"), np.uint8)
         packet = struct.pack(
             "<HHHHHHIIIIIQQQQ",
-            2, 3, *threads, 0, *(g * t for g, t in zip(grid, threads)), code.scratch_bytes, code.lds_bytes + launch.dynamic_lds,
+            2, 3, *threads, 0, *(g * t for g, t in zip(grid, threads)), code.scratch_bytes,
+            code.lds_bytes + launch.dynamic_lds,
             0, block.ctypes.data, 0, 0,
         )  # fmt: skip
         block[size : size + len(packet)] = np.frombuffer(packet, np.uint8)
@@ -436,10 +443,13 @@ class Machine:
         slots = groups if launch.persistent else min(groups, self.cus * per_cu, _MAX_RESIDENT)
         words = np.array(
             [
-                launch.rank, *grid, *threads, code.lds_bytes + launch.dynamic_lds, len(block) - PACKET_BYTES, sgprs["count"],
-                sgprs["private_segment_buffer"], sgprs["dispatch_ptr"], sgprs["queue_ptr"], sgprs["kernarg_segment_ptr"],
+                launch.rank, *grid, *threads, code.lds_bytes + launch.dynamic_lds, len(block) - PACKET_BYTES,
+                sgprs["count"],
+                sgprs["private_segment_buffer"], sgprs["dispatch_ptr"], sgprs["queue_ptr"],
+                sgprs["kernarg_segment_ptr"],
                 sgprs["dispatch_id"], sgprs["flat_scratch_init"], sgprs["private_segment_size"], sgprs["preload"],
-                sgprs["preload_length"], sgprs["preload_offset"], enable, code.directive("system_vgpr_workitem_id", 0), slots,
+                sgprs["preload_length"], sgprs["preload_offset"], enable, code.directive("system_vgpr_workitem_id", 0),
+                slots,
             ],
             dtype=np.int64,
         )  # fmt: skip

@@ -12,9 +12,9 @@ CLASSES = ("valu", "salu", "vmem", "lds", "smem", "mfma", "convert", "branch", "
 class LaunchReport:
     """Counters of one launch. Instructions are wave-instructions; failed poll passes are counted apart, not as work.
 
-    line_counts: executions of every instruction, in program order, polls included. streamed_per_workgroup: bytes that each
-    workgroup's vector loads read. hops: longest chain of hand-offs between workgroups of one GPU, of hand-offs across GPUs,
-    and of both together (in mailbox allocations).
+    line_counts: executions of every instruction, in program order, polls included. streamed_per_workgroup: bytes that
+    each workgroup's vector loads read. hops: longest chain of hand-offs between workgroups of one GPU, of hand-offs
+    across GPUs, and of both together (in mailbox allocations).
     """
 
     name: str

@@ -82,7 +82,8 @@ def run(
     block: int = 64,
     **options: object,
 ) -> object:
-    """Maps the arrays (named a0, a1, ...) unless a machine is given, launches with their addresses, returns the report."""
+    """Maps the arrays (named a0, a1, ...) unless a machine is given, launches with their addresses, returns the
+    report."""
     arrays = list(arrays)
     if machine is None:
         machine = Machine(wall_clock_s=30)
@@ -91,8 +92,9 @@ def run(
     return machine.launch([Launch(0, code, grid, block, arguments(*(address(a) for a in arrays)), **options)])
 
 
-# One 8-byte (value, tag) pair from each workgroup to the next: s[4:5] = pairs, s[6:7] = results. Thread 0 of workgroup g waits for
-# pair g, adds 1 and stores pair g + 1; pair 0 is there at the start. {wait}, {store}, {load} fill in the policies under test.
+# One 8-byte (value, tag) pair from each workgroup to the next: s[4:5] = pairs, s[6:7] = results. Thread 0 of workgroup
+# g waits for pair g, adds 1 and stores pair g + 1; pair 0 is there at the start. {wait}, {store}, {load} fill in the
+# policies under test.
 CHAIN = """
 s_load_dwordx4 s[4:7], s[0:1], 0x0
 v_cmp_eq_u32_e32 vcc, 0, v0
@@ -116,9 +118,9 @@ global_store_dword v4, v2, s[6:7]
 s_endpgm
 """
 
-# Producer and consumer of a bulk row. Workgroup 0 (two waves) stores 128 words to the data, waits, meets at a barrier, and wave 0 stores
-# the flag; workgroup 1 polls the flag, meets at a barrier, loads the data and stores it to the result.
-# s[4:5] data, s[6:7] flag, s[8:9] result.
+# Producer and consumer of a bulk row. Workgroup 0 (two waves) stores 128 words to the data, waits, meets at a barrier,
+# and wave 0 stores the flag; workgroup 1 polls the flag, meets at a barrier, loads the data and stores it to the
+# result. s[4:5] data, s[6:7] flag, s[8:9] result.
 MESSAGE = """
 s_load_dwordx4 s[4:7], s[0:1], 0x0
 s_load_dwordx2 s[8:9], s[0:1], 0x10

@@ -80,7 +80,8 @@ def test_a_copy_over_workgroups() -> None:
     launch = report.launches[0]
     assert launch.workgroups == 4 and launch.waves_per_workgroup == 1
     assert launch.instructions == {
-        "valu": 4, "salu": 4, "vmem": 8, "lds": 0, "smem": 4, "mfma": 0, "convert": 0, "branch": 0, "wait": 8, "barrier": 0,
+        "valu": 4, "salu": 4, "vmem": 8, "lds": 0, "smem": 4, "mfma": 0, "convert": 0, "branch": 0, "wait": 8,
+        "barrier": 0,
         "other": 4,
     }  # fmt: skip
     assert report.wave_instructions == 32 and launch.line_counts == [4] * 8
@@ -114,7 +115,8 @@ def test_ids_of_a_three_dimensional_launch() -> None:
         global_store_dword v6, v5, s[6:7]
         s_endpgm""").replace(
         ".amdhsa_system_sgpr_workgroup_id_x 1",
-        ".amdhsa_system_sgpr_workgroup_id_x 1\n\t\t.amdhsa_system_sgpr_workgroup_id_y 1\n\t\t.amdhsa_system_sgpr_workgroup_id_z 1\n"
+        ".amdhsa_system_sgpr_workgroup_id_x 1\n\t\t.amdhsa_system_sgpr_workgroup_id_y 1\n\t"
+        "\t.amdhsa_system_sgpr_workgroup_id_z 1\n"
         "\t\t.amdhsa_system_vgpr_workitem_id 2",
     )
     out = np.zeros((8, 16), np.int32)
@@ -142,7 +144,8 @@ def test_dispatch_packet_and_hidden_arguments() -> None:
         .replace(".amdhsa_user_sgpr_count 2", ".amdhsa_user_sgpr_count 4\n\t\t.amdhsa_user_sgpr_dispatch_ptr 1")
         .replace(
             "        .value_kind: by_value",
-            "        .value_kind: by_value\n      - .offset: 8\n        .size: 4\n        .value_kind: hidden_block_count_x",
+            "        .value_kind: by_value\n      - .offset: 8\n        .size: 4\n        .value_kind: "
+            "hidden_block_count_x",
         )
         .replace(".kernarg_segment_size: 8", ".kernarg_segment_size: 16")
     )
@@ -364,7 +367,7 @@ def test_unique_bytes_and_policies() -> None:
     machine = Machine(unique_bytes=True)
     machine.map_tensor(0, memory, "memory")
     report = machine.launch([Launch(0, kernel(lines), 3, 64, arguments(address(memory)))])
-    assert report.bytes_read[0, "memory"] == {p: 768 for p in ("plain", "nt", "sc1", "sc0 sc1", "sc0")}
+    assert report.bytes_read[0, "memory"] == dict.fromkeys(("plain", "nt", "sc1", "sc0 sc1", "sc0"), 768)
     assert report.unique_bytes == {(0, "memory"): 256}
 
 

@@ -11,8 +11,8 @@ from sgl_amd_mono.sim import CodeObject, Launch, Machine, SimError, SimFault, St
 
 BOTH = pytest.mark.parametrize("memory", ["consistent", "adversarial"])
 
-# Thread 0 waits for word 0 to become 7, at most s[6:7] ticks; then it stores 1 (came) or 2 (out of time) to word 1, and the elapsed
-# ticks to word 2.
+# Thread 0 waits for word 0 to become 7, at most s[6:7] ticks; then it stores 1 (came) or 2 (out of time) to word 1, and
+# the elapsed ticks to word 2.
 WAIT = """
 s_load_dwordx4 s[4:7], s[0:1], 0x0
 v_mov_b32_e32 v1, 0
@@ -170,7 +170,7 @@ def test_a_bounded_retry_is_no_deadlock() -> None:
 def test_an_endless_loop_ends_at_a_limit(memory: str) -> None:
     code = kernel(".Lloop:\nv_add_u32_e32 v1, v1, v0\ns_branch .Lloop\ns_endpgm")
     machine = Machine(memory=memory, instruction_limit=100_000)
-    with pytest.raises(SimFault, match="line 5|line 6") as caught:
+    with pytest.raises(SimFault, match=r"line 5|line 6") as caught:
         machine.launch([Launch(0, code, 1, 64, arguments())])
     assert caught.value.kind == "limit" and len(caught.value.waiting) == 1
     with pytest.raises(SimFault) as caught:
@@ -192,7 +192,8 @@ def test_ended_waves_leave_the_barrier() -> None:
 
 
 def test_workgroups_in_turn_do_not_wait_for_each_other() -> None:
-    """persistent=False: more workgroups than fit; a chain from the last to the first cannot be resident, and is a deadlock."""
+    """persistent=False: more workgroups than fit; a chain from the last to the first cannot be resident, and is a
+    deadlock."""
     blocks = 400
     pairs, results = np.zeros((blocks + 1, 2), np.uint32), np.zeros(blocks, np.uint32)
     pairs[0] = (10, 7)
@@ -251,7 +252,8 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(memory: str) -> None:
 
 
 def stalled_chain(*stalls: Stall, memory: str = "consistent", blocks: int = 5) -> tuple[list[int], object]:
-    """The chain with a deadline-free poll: whoever is not reached stays behind, so the launch ends in a deadlock unless all end."""
+    """The chain with a deadline-free poll: whoever is not reached stays behind, so the launch ends in a deadlock unless
+    all end."""
     pairs, results = np.zeros((blocks + 1, 2), np.uint32), np.zeros(blocks, np.uint32)
     pairs[0] = (10, 7)
     machine = Machine(memory=memory, wall_clock_s=20)
@@ -327,5 +329,5 @@ def test_a_stall_that_names_nothing_is_an_error() -> None:
     for at in (("store", "nothing"), ("moon", 1)):
         machine = Machine()
         machine.inject(Stall(at=at))
-        with pytest.raises(SimError, match="no allocation or region|a stall is at"):
+        with pytest.raises(SimError, match=r"no allocation or region|a stall is at"):
             machine.launch([Launch(0, kernel("s_endpgm"), 1, 64, arguments())])
