@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.k1_gates import Before, nothing_written, untouched
-from helpers.k1_inputs import DEADLINE_TICKS, EPOCH, LAYER, K1Case, make_case, run
+from helpers.k1_inputs import DEADLINE_TICKS, EPOCH, JUNK, LAYER, K1Case, make_case, run
 
 from sgl_amd_mono.common.sync import decode_fault_block, tag_of
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
@@ -132,6 +132,30 @@ def test_every_rank_learns_which_rank_failed() -> None:
     for block in case.fault_blocks:
         state = decode_fault_block(block.tolist())
         assert state.error_word == 2 and [record.rank for record in state.records] == [1]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_failure_behind_the_entry_still_stops_the_stores(width: int) -> None:
+    """A launch that did not see the error word when it began (the look is taken out here) and whose waits all succeed
+    sees it before its stores: no state and no core row is written. Its products are, as nothing hangs on them."""
+    from sgl_amd_mono.common import device
+    from sgl_amd_mono.common.build import compile_artifact
+    from sgl_amd_mono.common.sync import Sync
+    from sgl_amd_mono.sim import CodeObject
+
+    def enter(self: Sync) -> None:
+        self._entered = True
+        device.barrier()
+
+    case = make_case(GdnKey(TP1, width, stop=False), seed=37)
+    before = Before.of(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sync, "leave_if_failed", enter)
+        code = CodeObject.parse(compile_artifact(case.key).isa)
+    case.fault_blocks[0][0] = 1
+    run(case, code=code)
+    assert not untouched(case, before) and bool((case.core == JUNK).all())
+    assert bool(case.scratch.any())
 
 
 def test_an_earlier_failure_ends_the_next_launch() -> None:
