@@ -55,8 +55,20 @@ int hipMemset(void *p, int v, size_t n)
     if (!r) memset(p, v, n);
     return r;
 }
-int hipMemsetD16Async(void *p, unsigned short v, size_t n, void *s) { (void)p; (void)v; (void)s; return call("hipMemsetD16Async", "%zu", n); }
-int hipMemsetD32Async(void *p, int v, size_t n, void *s) { (void)p; (void)v; (void)s; return call("hipMemsetD32Async", "%zu", n); }
+int hipMemsetD16Async(void *p, unsigned short v, size_t n, void *s)
+{
+    (void)p;
+    (void)v;
+    (void)s;
+    return call("hipMemsetD16Async", "%zu", n);
+}
+int hipMemsetD32Async(void *p, int v, size_t n, void *s)
+{
+    (void)p;
+    (void)v;
+    (void)s;
+    return call("hipMemsetD32Async", "%zu", n);
+}
 int hipModuleGetFunction(void **f, void *m, const char *n) { *f = m; return call("hipModuleGetFunction", "%s", n); }
 int hipModuleLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void *stream, void **params, void **extra)
@@ -78,11 +90,28 @@ int hipModuleLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsign
                 bz, shared, (long long)(intptr_t)stream, text);
 }
 int hipModuleLoadData(void **m, const void *image) { *m = (void *)image; return call("hipModuleLoadData", ""); }
-int hipModuleLoadDataEx(void **m, const void *image, unsigned n, void *o, void **v) { (void)n; (void)o; (void)v; return hipModuleLoadData(m, image); }
-int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t l) { (void)f; (void)b; (void)l; *n = 1; return 0; }
+int hipModuleLoadDataEx(void **m, const void *image, unsigned n, void *o, void **v)
+{
+    (void)n;
+    (void)o;
+    (void)v;
+    return hipModuleLoadData(m, image);
+}
+int hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, size_t l)
+{
+    (void)f;
+    (void)b;
+    (void)l;
+    *n = 1;
+    return 0;
+}
 int hipModuleUnload(void *m) { (void)m; return call("hipModuleUnload", ""); }
 int hipSetDevice(int d) { return call("hipSetDevice", "%d", d); }
-int hipStreamCreateWithFlags(void **s, unsigned f) { *s = (void *)0x5555; return call("hipStreamCreateWithFlags", "%u", f); }
+int hipStreamCreateWithFlags(void **s, unsigned f)
+{
+    *s = (void *)0x5555;
+    return call("hipStreamCreateWithFlags", "%u", f);
+}
 int hipStreamCreate(void **s) { *s = 0; return call("hipStreamCreate", ""); }
 int hipStreamDestroy(void *s) { (void)s; return call("hipStreamDestroy", ""); }
 int hipStreamSynchronize(void *s) { return call("hipStreamSynchronize", "%lld", (long long)(intptr_t)s); }
