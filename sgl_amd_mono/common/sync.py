@@ -206,8 +206,15 @@ class Sync:
 
     def check_error(self) -> None:
         """Re-read the own error word and end the wave when it is set: before state rows are written."""
+        self.leave_if_set(self.error_word())
+
+    def error_word(self) -> Any:
+        """Issue the load of the own error word, to be looked at later by ``leave_if_set`` (no trip in between)."""
+        return self._d.load(self.own_base, ERROR_OFFSET, self._d.I32, self._d.SYSTEM)
+
+    def leave_if_set(self, error: Any) -> None:
+        """End the wave when ``error`` (see ``error_word``) is set."""
         d = self._d
-        error = d.load(self.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
         with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
             self._leave()
 

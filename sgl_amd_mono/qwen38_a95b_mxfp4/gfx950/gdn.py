@@ -48,7 +48,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_amd_mono.common.build import Abi, BuildKey
-from sgl_amd_mono.common.sync import ERROR_OFFSET, PAIR_BYTES
+from sgl_amd_mono.common.sync import PAIR_BYTES
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     GDN_UNIT_ROWS,
     MAX_ROWS,
@@ -930,11 +930,10 @@ def finish_unit(c: _Front, u: Unit, result: Result) -> None:
     """Wait "onrm", write the core row, the state and the v window; owners wait "window" and write q and k windows."""
     d = c.d
     # Issued here, looked at before the stores: it costs no trip, and the waits look at the word themselves.
-    error = d.load(c.sync.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
+    error = c.sync.error_word()
     squares, z = await_squares(c, u)
     core = gated_norm(c, d.bitcast(result.o, d.F32), result.gnorm_w, squares, z)
-    with d.if_(d.compare("ne", d.uniform(error), d.I32(0))):
-        c.sync._leave()
+    c.sync.leave_if_set(error)
     _store_core(c, u, d.bf16_bits(core))
     store_state(c, u, result.state, result.v_window)
     store_windows(c, u, result.windows)
