@@ -114,10 +114,15 @@ def test_a_planted_mistake_stops_the_simulated_step(simulated_rest: dict[str, An
 
 @pytest.mark.parametrize("runtime", ["double", "simulated"])
 def test_replayed_steps_are_checked(runtime: str, request: pytest.FixtureRequest) -> None:
-    """The capture is not judged, a replay with other requests is; its logits are those of an eager step."""
+    """The capture is not judged; a replay is, with other token ids, state slots and epoch in the same memory.
+
+    Nothing but the recorded launches and operations runs in it: its logits are those of an eager step all the same.
+    """
     found = request.getfixturevalue(runtime)["replay"]
     assert found["judged in the capture"] == 0 and found["launches recorded"] == LAUNCHES
     assert (found["steps"], found["launches"]) == (1, LAUNCHES)
+    captured, replayed = (set(slots) for slots in found["slots"])
+    assert len(captured) == len(replayed) == 3 and captured != replayed, "the replay has other state slots"
     assert found["equal to eager"] and not found["equal to the captured batch"]
     assert found["log"][0].startswith(f"check step 1: 3 rows, {LAUNCHES} launches within bounds, ")
     assert re.search(r"step 2: layer 1, launch k1, row \d: k1\.state\.cosine = -1, bound 0\.9999", found["spoiled"])

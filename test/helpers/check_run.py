@@ -179,11 +179,23 @@ def replay(bench: Bench) -> Any:
         return taken["result"]
 
     kept = checker.captured[3]
+    slots = [kept[0].inputs["index"].tolist()]
+    pool = bench.loaded.model_runner.req_to_token_pool
+    clear = pool.clear
+
+    def clear_and_shift() -> None:
+        """The next requests get other state slots."""
+        clear()
+        pool.mamba_allocator.alloc(2)
+
+    pool.clear = clear_and_shift
     spoiling: list[Callable[[], None]] = []
     model.forward = again
     replayed = bench.decode(OTHER_PROMPTS)
     report = checker.report
+    slots.append(kept[0].inputs["index"].tolist())
     found = {
+        "slots": slots,
         "judged in the capture": judged_in_capture,
         "launches": report.launches,
         "steps": report.steps,
@@ -200,6 +212,7 @@ def replay(bench: Bench) -> Any:
     bench.check()
     eager = bench.decode(OTHER_PROMPTS)
     found["equal to eager"] = bool(torch.equal(replayed, eager))
+    del pool.clear
     found["equal to the captured batch"] = bool(torch.equal(replayed, bench.decode(PROMPTS[:3])))
     return found
 
