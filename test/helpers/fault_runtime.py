@@ -38,7 +38,8 @@ def factory(request: Any) -> Any:
             if runtime.machine is not None and place == ("k2", STALLED_LAYER) and fault == "stall":
                 runtime.machine.inject(Stall(rank=1, workgroup=STALLED_WORKGROUP))
             if runtime.machine is not None and place == ("k2", LAST_LAYER) and fault == "last-wait":
-                runtime.machine.inject(DropStores(rank=0, to_rank=1, region="FINAL"))
+                for region in ("FINAL", "FINAL.odd"):  # of even and of odd epochs
+                    runtime.machine.inject(DropStores(rank=0, to_rank=1, region=region))
         launch(kernel, args)
 
     runtime.launch = broken
