@@ -61,7 +61,7 @@ def test_no_launch_writes_what_it_reads(found: dict[str, Any]) -> None:
 def test_logits_are_those_of_sglang(found: dict[str, Any]) -> None:
     """Rows are equal, but for roundings that move an MXFP4 code or a pick and then show in the states that follow."""
     assert found["first step"] < 0.01
-    assert found["cosine"] > 0.95 > found["control cosine"]
+    assert found["cosine"] > 0.999 > found["control cosine"]
     assert found["rows equal"] > 0
 
 
