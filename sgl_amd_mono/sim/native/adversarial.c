@@ -533,6 +533,23 @@ static void drain_overlapping(Group *g, uint64_t bloom) {
         }
     }
 }
+// A store that may pass older ones of its wave sometimes does so at once, and the wave is held back: a flag without its data.
+static void overtake(Wave *w, Entry *e) {
+    const uint64_t r = next_random(w->m);
+    if (!(r & 7)) return;
+    int passes = 0;
+    for (uint32_t k = 0; k + 1 < w->adv->nvm; k++) {
+        const Entry *o = w->adv->vm[k];
+        if (o->kind == E_WRITEBACK && !o->drained) return;
+        if (o->kind != E_STORE || o->drained) continue;
+        if (o->bloom & e->bloom) return;
+        passes = 1;
+    }
+    if (!passes) return;
+    drain_store(w, e);
+    w->starve = 8 + (uint32_t)(r >> 8 & 31);
+    w->yield = 1;
+}
 const Ins *adv_store(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask, uint32_t data_row) {
     Entry *e = new_entry(w->m, E_STORE);
     const uint32_t bytes = i->mem_bytes, shift = bytes < 4 && i->aux ? 16 : 0;
@@ -584,6 +601,7 @@ const Ins *adv_store(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask,
         }
     }
     push_vm(w, e);
+    overtake(w, e);
     return i + 1;
 }
 // An atomic acts on memory: what the workgroup still holds of these lines goes there first, and its copies are dropped.
@@ -703,6 +721,14 @@ void adv_after_barrier(Group *g) {
     Machine *m = g->L->m;
     const uint64_t r = next_random(m);
     if (m->adv->lag && (r & 3) == 0) g->waves[g->adv->laggard].starve = (uint32_t)((r >> 8) % (m->adv->lag / 2));
+    for (uint32_t k = 0; k < g->nwaves; k++) { // a wave that took stores through the barrier keeps them for a while;
+        // wave 0 less often, because it is mostly the one that raises the flag
+        Wave *w = &g->waves[k];
+        int holds = 0;
+        for (uint32_t j = 0; j < w->adv->nvm && !holds; j++) holds = w->adv->vm[j]->kind == E_STORE && !w->adv->vm[j]->drained;
+        const uint64_t q = holds ? next_random(m) : 0;
+        if (k ? (q & 7) != 0 : (q & 7) == 0) w->starve = 8 + (uint32_t)(q >> 8 & 31);
+    }
 }
 // What an ended workgroup has in flight trickles out, the youngest first; 1: nothing is left.
 int adv_group_quiet(Group *g) {
@@ -714,7 +740,7 @@ int adv_group_quiet(Group *g) {
             Entry *e = w->adv->vm[j];
             if (e->kind != E_STORE || e->drained) continue;
             left++;
-            if ((next_random(m) & 255) == 0) drain_with_order(w, j);
+            if ((next_random(m) & 1023) == 0) drain_with_order(w, j);
         }
     }
     return left == 0;

@@ -25,8 +25,10 @@ const Ins *op_watched(Wave *w, const Ins *i);
 // The same once nothing has changed for long: for loops that sleep and read the clock rarely.
 #define POLL_AGE_CALM 64
 #define LONG_CALM 256
+// Rounds without any effect after which starved waves are woken.
+#define STARVED_ROUNDS 6
 // Rounds without any effect after which no further wave is starved.
-#define CALM_ROUNDS 8
+#define CALM_ROUNDS 12
 // A jump of the clock: this part of the time since anything changed, so that deadlines 6 % apart stay apart, and at least so much.
 #define JUMP_PART 16
 #define FIRST_JUMP 1000
@@ -316,11 +318,11 @@ static void set_float_mode(const Wave *w) {
 static void run_wave(Wave *w, int64_t limit) {
     const Ins *i = w->pc, *cur = i;
     w->seg = i;
-    w->slept = w->read_clock = 0;
+    w->slept = w->read_clock = w->yield = 0;
     if (limit < 0) {
         do { cur = i; i = cur->fn(w, cur); } while (likely(i != NULL));
     } else {
-        do { cur = i; i = cur->fn(w, cur); } while (i && --limit > 0);
+        do { cur = i; i = cur->fn(w, cur); } while (i && --limit > 0 && !w->yield);
         if (i) { // preempted between two instructions
             end_run(w, cur == i - 1 ? cur : w->seg - 1);
             w->pc = w->seg = i;
@@ -533,8 +535,8 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         idle++;
         calm++;
-        if (starved && !working && idle >= 2) { // the others only poll: the starved waves go on, or first a store comes out
-            if (next_random(m) & 7 || !adv_force_drain(m)) wake_some(m);
+        if (starved && !working && idle >= STARVED_ROUNDS) { // the others only poll: the starved waves go on, or first a store comes out
+            if (next_random(m) & 31 || !adv_force_drain(m)) wake_some(m);
             idle = 0;
         }
         if (starved || working) { polling = 0; continue; }

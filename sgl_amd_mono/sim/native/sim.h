@@ -159,6 +159,7 @@ struct Wave {
     int32_t budget;        // backward branches left in this slice
     uint8_t state;
     uint8_t slept, read_clock;
+    uint8_t yield;         // ends the slice behind this instruction (adversarial mode)
     uint8_t uses_clock;    // it has read the clock at some time
     uint64_t clock_seen;   // Machine.clock_serial when it read the clock last
     uint8_t poll_age;      // slices since the wave last slept or read the clock
