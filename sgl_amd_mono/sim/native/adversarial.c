@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The adversarial memory model: whatever the scopes and waits of the code do not forbid may happen.
 //
-// Levels: a write-back cache per workgroup without coherence (it stands for the L1 and an XCD's L2); a cache per rank for memory
-// that several ranks map; memory itself. A store enters its workgroup's view at once and leaves the wave's queue late, out of order
-// where addresses differ: then a plain store is dirty in the workgroup's cache, an sc1 store is at agent level, an sc0 sc1 store is
-// in memory. buffer_wbl2 writes dirty bytes back, buffer_inv drops clean ones, each by its scope. A load without sc1 may be served by
-// the workgroup's cache however old, an sc1 load by the rank's, an sc0 sc1 load by memory only; the workgroup's own unwritten bytes
-// are always seen. A line that is not in such a cache may be served as it was before a store of this launch, as if it had been
-// cached then, unless an invalidation lies in between. Results (vector, scalar and LDS) stay poison until s_waitcnt covers them; LDS operations and LDS DMA take effect
-// then as well.
+// Levels: a write-back cache per workgroup without coherence (it stands for the L1 and an XCD's L2); a cache per rank
+// for memory that several ranks map; memory itself. A store enters its workgroup's view at once and leaves the wave's
+// queue late, out of order where addresses differ: then a plain store is dirty in the workgroup's cache, an sc1 store
+// is at agent level, an sc0 sc1 store is in memory. buffer_wbl2 writes dirty bytes back, buffer_inv drops clean ones,
+// each by its scope. A load without sc1 may be served by the workgroup's cache however old, an sc1 load by the rank's,
+// an sc0 sc1 load by memory only; the workgroup's own unwritten bytes are always seen. A line that is not in such a
+// cache may be served as it was before a store of this launch, as if it had been cached then, unless an invalidation
+// lies in between. Results (vector, scalar and LDS) stay poison until s_waitcnt covers them; LDS operations and LDS DMA
+// take effect then as well.
 #include <stdlib.h>
 
 #include "lds.h"
@@ -78,7 +79,12 @@ static CacheLine *cache_get(Machine *m, Cache *c, uint64_t key, Alloc *al) {
     if (c->count >= c->limit) {
         for (int tries = 0; tries < 16; tries++) {
             const uint32_t j = (uint32_t)(next_random(m) % c->count);
-            if (!c->lines[j].dirty && !c->lines[j].pendings) { k = j; cache_unlink(c, j); c->evicted = m->version; break; }
+            if (!c->lines[j].dirty && !c->lines[j].pendings) {
+                k = j;
+                cache_unlink(c, j);
+                c->evicted = m->version;
+                break;
+            }
         }
     }
     if (k == c->count) {
@@ -230,7 +236,8 @@ static Past *find_past(Machine *m, const uint8_t *host, int create) {
         return p;
     }
 }
-// Keeps what the line of a store held. The host line may reach beyond the allocation; only bytes inside are ever read back.
+// Keeps what the line of a store held. The host line may reach beyond the allocation; only bytes inside are ever read
+// back.
 static void remember(Machine *m, const Alloc *al, const uint8_t *host) {
     Past *p = find_past(m, host, 1);
     if (!p) return;
@@ -274,7 +281,8 @@ static void agent_write(Wave *w, Alloc *al, uint64_t a, uint32_t n, const uint8_
 static void system_write(Wave *w, Alloc *al, uint64_t a, uint32_t n, const uint8_t *x) {
     memory_write(w, al, a, n, x);
     if (!al->shared) return;
-    CacheLine *line = cache_get(w->m, &w->m->adv->rank_cache[w->L->rank], a / LINE, al); // the rank's own agent level sees it too
+    CacheLine *line =
+        cache_get(w->m, &w->m->adv->rank_cache[w->L->rank], a / LINE, al); // the rank's own agent level sees it too
     memcpy(line->data + a % LINE, x, n);
     line->valid |= byte_mask(a % LINE, n);
     line->dirty &= ~byte_mask(a % LINE, n);
@@ -317,7 +325,8 @@ static void read_piece(Wave *w, Alloc *al, uint32_t flags, uint64_t a, uint32_t 
     if (!(flags & F_SC1)) { // wave or workgroup scope
         CacheLine *line = cache_get(m, c, a / LINE, al);
         const uint64_t want = byte_mask(a % LINE, n);
-        if ((line->valid & want) != want) fill_line(m, rank, line, al, 1, c->evicted > w->g->adv->last_inv ? c->evicted : w->g->adv->last_inv);
+        if ((line->valid & want) != want)
+            fill_line(m, rank, line, al, 1, c->evicted > w->g->adv->last_inv ? c->evicted : w->g->adv->last_inv);
         memcpy(x, line->data + a % LINE, n);
         return;
     }
@@ -325,7 +334,9 @@ static void read_piece(Wave *w, Alloc *al, uint32_t flags, uint64_t a, uint32_t 
     else {
         memcpy(x, al->host + (a - al->dev), n);
         CacheLine *line = al->shared ? cache_find(&m->adv->rank_cache[rank], a / LINE) : NULL;
-        if (line) for (uint32_t k = 0; k < n; k++) if (line->dirty >> (a % LINE + k) & 1) x[k] = line->data[a % LINE + k];
+        if (line)
+            for (uint32_t k = 0; k < n; k++)
+                if (line->dirty >> (a % LINE + k) & 1) x[k] = line->data[a % LINE + k];
     }
     const CacheLine *own = cache_find(c, a / LINE);
     if (own) overlay(own, a % LINE, n, x);
@@ -388,7 +399,10 @@ static void deliver(Wave *w, Entry *e) {
         if (e->flags & F_LDS) w->m->version++;
     } else if (e->kind == E_DONE && e->nrows) { // values that were ready at issue
         for (uint32_t k = 0; k < e->nrows; k++)
-            for (uint64_t m = e->mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); w->v[e->ins.dst + k][l] = e->rows[k][l]; }
+            for (uint64_t m = e->mask; m; m &= m - 1) {
+                const int l = __builtin_ctzll(m);
+                w->v[e->ins.dst + k][l] = e->rows[k][l];
+            }
     } else if (e->kind == E_SCALAR) {
         memcpy(&w->s[e->ins.dst], e->rows, 4u * e->nrows);
         if (e->ins.dst + e->nrows > S_EXEC) refresh_exec(w);
@@ -411,7 +425,11 @@ static void drain_store(Wave *w, Entry *e) {
             const uint32_t at = (uint32_t)(a % LINE), n = LINE - at < left ? LINE - at : left;
             CacheLine *line = cache_find(c, a / LINE);
             if (line) {
-                for (uint32_t k = 0; k < n; k++) if (line->pending[at + k]) { line->pending[at + k]--; line->pendings--; }
+                for (uint32_t k = 0; k < n; k++)
+                    if (line->pending[at + k]) {
+                        line->pending[at + k]--;
+                        line->pendings--;
+                    }
                 if (!(e->flags & F_SC1)) {
                     memcpy(line->dirty_data + at, x, n);
                     line->dirty |= byte_mask(at, n);
@@ -483,7 +501,8 @@ void adv_wait(Wave *w, int vmcnt, int lgkmcnt) {
 }
 
 // ---- issue ----
-// The wave's (and the workgroup's) loads that have not read memory yet do so before anything of the workgroup overwrites it.
+// The wave's (and the workgroup's) loads that have not read memory yet do so before anything of the workgroup
+// overwrites it.
 static void sample_overlapping(Wave *w, uint64_t bloom) {
     Group *g = w->g;
     if (!(g->adv->unsampled & bloom)) return;
@@ -502,7 +521,10 @@ static void poison_result(Wave *w, const Ins *i, uint64_t mask) {
     const uint32_t keep = !half ? 0 : i->aux == 2 || i->aux == 4 ? 0xffff0000u : 0xffffu;
     for (uint32_t k = 0; k < rows; k++) {
         uint32_t *d = w->v[i->dst + k];
-        for (uint64_t m = mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); d[l] = (d[l] & keep) | (POISON & ~keep); }
+        for (uint64_t m = mask; m; m &= m - 1) {
+            const int l = __builtin_ctzll(m);
+            d[l] = (d[l] & keep) | (POISON & ~keep);
+        }
     }
 }
 const Ins *adv_load(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask, uint32_t lds_base) {
@@ -515,7 +537,8 @@ const Ins *adv_load(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask, 
     memcpy(e->addr, addr, sizeof e->addr);
     e->bloom = bloom_of(addr, mask, i->mem_bytes);
     push_vm(w, e);
-    if ((next_random(w->m) & 255) < w->m->adv->late_sample && e->al->kind != KIND_READONLY) w->g->adv->unsampled |= e->bloom;
+    if ((next_random(w->m) & 255) < w->m->adv->late_sample && e->al->kind != KIND_READONLY)
+        w->g->adv->unsampled |= e->bloom;
     else sample(w, e);
     if (!(i->flags & F_LDS)) poison_result(w, i, mask);
     return i + 1;
@@ -533,7 +556,8 @@ static void drain_overlapping(Group *g, uint64_t bloom) {
         }
     }
 }
-// A store that may pass older ones of its wave sometimes does so at once, and the wave is held back: a flag without its data.
+// A store that may pass older ones of its wave sometimes does so at once, and the wave is held back: a flag without its
+// data.
 static void overtake(Wave *w, Entry *e) {
     const uint64_t r = next_random(w->m);
     if (!(r & 7)) return;
@@ -596,7 +620,11 @@ const Ins *adv_store(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask,
             CacheLine *line = cache_get(w->m, c, a / LINE, e->al);
             memcpy(line->data + at, x, n);
             line->valid |= byte_mask(at, n);
-            for (uint32_t k = 0; k < n; k++) if (line->pending[at + k] < 255) { line->pending[at + k]++; line->pendings++; }
+            for (uint32_t k = 0; k < n; k++)
+                if (line->pending[at + k] < 255) {
+                    line->pending[at + k]++;
+                    line->pendings++;
+                }
             a += n; x += n; left -= n;
         }
     }
@@ -620,7 +648,8 @@ void adv_before_atomic(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mas
         CacheLine *shared = cache_find(&w->m->adv->rank_cache[w->L->rank], a / LINE);
         if (shared) {
             for (uint32_t k = 0; k < LINE; k++)
-                if (shared->dirty >> k & 1) shared->al->host[shared->key * LINE + k - shared->al->dev] = shared->dirty_data[k];
+                if (shared->dirty >> k & 1)
+                    shared->al->host[shared->key * LINE + k - shared->al->dev] = shared->dirty_data[k];
             shared->dirty = shared->valid = 0;
         }
     }
@@ -699,7 +728,8 @@ void adv_wbl2(Wave *w, const Ins *i) {
 }
 
 // ---- time passes ----
-// Before a slice: some stores leave the queue, the youngest first; now and then a wave falls asleep or a line is written back.
+// Before a slice: some stores leave the queue, the youngest first; now and then a wave falls asleep or a line is
+// written back.
 void adv_slice(Wave *w) {
     Machine *m = w->m;
     const struct AdvMachine *a = m->adv;
@@ -725,7 +755,8 @@ void adv_after_barrier(Group *g) {
         // wave 0 less often, because it is mostly the one that raises the flag
         Wave *w = &g->waves[k];
         int holds = 0;
-        for (uint32_t j = 0; j < w->adv->nvm && !holds; j++) holds = w->adv->vm[j]->kind == E_STORE && !w->adv->vm[j]->drained;
+        for (uint32_t j = 0; j < w->adv->nvm && !holds; j++)
+            holds = w->adv->vm[j]->kind == E_STORE && !w->adv->vm[j]->drained;
         const uint64_t q = holds ? next_random(m) : 0;
         if (k ? (q & 7) != 0 : (q & 7) == 0) w->starve = 8 + (uint32_t)(q >> 8 & 31);
     }
@@ -745,7 +776,8 @@ int adv_group_quiet(Group *g) {
     }
     return left == 0;
 }
-// Every wave only polls: hardware would get its queues out. Drains some, the youngest first; 0: there is nothing to drain.
+// Every wave only polls: hardware would get its queues out. Drains some, the youngest first; 0: there is nothing to
+// drain.
 typedef struct { Wave *w; uint64_t serial; uint32_t slot, lds; } Candidate;
 static int younger(const void *a, const void *b) {
     const uint64_t x = ((const Candidate *)a)->serial, y = ((const Candidate *)b)->serial;
@@ -804,7 +836,8 @@ int adv_force_drain(Machine *m) {
 void adv_wave_end(Wave *w) { // scalar and vector results are lost with the registers; LDS operations still happen
     while (w->adv->nlgkm) complete_lgkm(w, 0);
 }
-// Vector memory that an ended workgroup has in flight goes out; what is dirty in its cache stays there until the kernel's end.
+// Vector memory that an ended workgroup has in flight goes out; what is dirty in its cache stays there until the
+// kernel's end.
 void adv_group_free(Group *g) {
     Machine *m = g->L->m;
     for (uint32_t k = 0; k < g->nwaves; k++) {
@@ -832,7 +865,8 @@ void adv_group_free(Group *g) {
     for (uint32_t k = 0; k < g->nwaves; k++) free(g->waves[k].adv);
     free(g->adv);
 }
-// The kernel's end: everything is written back and every cache is dropped. Groups that injected stalls left behind count too.
+// The kernel's end: everything is written back and every cache is dropped. Groups that injected stalls left behind
+// count too.
 void adv_finish(Machine *m) {
     for (uint32_t g = 0; g < m->ngroups; g++) {
         Group *G = m->groups[g];
@@ -860,7 +894,8 @@ void adv_finish(Machine *m) {
     }
     for (uint32_t g = 0; g < m->ngroups; g++) {
         Cache *c = &m->groups[g]->adv->cache;
-        for (uint32_t j = 0; j < c->count; j++) if (c->lines[j].dirty) write_back_line(&m->groups[g]->waves[0], &c->lines[j]);
+        for (uint32_t j = 0; j < c->count; j++)
+            if (c->lines[j].dirty) write_back_line(&m->groups[g]->waves[0], &c->lines[j]);
     }
     for (uint32_t r = 0; r < m->ranks; r++) {
         write_back_rank(m, r, NULL);

@@ -49,7 +49,9 @@ static const Ins *op_s_waitcnt(Wave *w, const Ins *i) {
     if (w->adv) adv_wait(w, (int)(i->aux & 255), (int)(i->aux >> 8 & 255));
     return i + 1;
 }
-static const Ins *op_s_trap(Wave *w, const Ins *i) { return raise_fault(w, i, FAULT_TRAP, -1, (uint64_t)(uint32_t)i->imm, 0, 0); }
+static const Ins *op_s_trap(Wave *w, const Ins *i) {
+    return raise_fault(w, i, FAULT_TRAP, -1, (uint64_t)(uint32_t)i->imm, 0, 0);
+}
 static const Ins *op_s_memrealtime(Wave *w, const Ins *i) {
     w->read_clock = 1;
     put64(w->s, i->dst, w->m->clock);
@@ -80,12 +82,14 @@ static const Ins *scalar_load(Wave *w, const Ins *i, uint64_t base, uint64_t off
     return i + 1;
 }
 static const Ins *op_s_load(Wave *w, const Ins *i) {
-    return scalar_load(w, i, s64(w->s, i->src[0]), (uint64_t)(int64_t)i->imm + (i->kind[1] == SRC_NONE ? 0 : w->s[i->src[1]]));
+    return scalar_load(w, i, s64(w->s, i->src[0]),
+        (uint64_t)(int64_t)i->imm + (i->kind[1] == SRC_NONE ? 0 : w->s[i->src[1]]));
 }
 static const Ins *op_s_buffer_load(Wave *w, const Ins *i) {
     const uint32_t *r = &w->s[i->src[0]];
     const uint64_t base = (uint64_t)(r[1] & 0xffffu) << 32 | r[0];
-    const uint32_t stride = r[1] >> 16 & 0x3fff, offset = (uint32_t)i->imm + (i->kind[1] == SRC_NONE ? 0 : w->s[i->src[1]]);
+    const uint32_t stride = r[1] >> 16 & 0x3fff,
+        offset = (uint32_t)i->imm + (i->kind[1] == SRC_NONE ? 0 : w->s[i->src[1]]);
     const uint64_t limit = stride ? (uint64_t)stride * r[2] : r[2];
     if (offset + i->mem_bytes > limit) { // beyond num_records: zeros, by dword
         for (uint32_t k = 0; k < i->mem_bytes / 4u; k++) w->s[i->dst + k] = 0;
@@ -99,16 +103,21 @@ static const Ins *op_s_buffer_load(Wave *w, const Ins *i) {
 
 #define BR(name) {#name, op_##name, "branch", CLS_BRANCH},
 #define NOP(name, cls) {#name, op_s_nop, "imm", cls},
-#define SLOAD(n) {"s_load_dword" n, op_s_load, "smem", CLS_SMEM}, {"s_buffer_load_dword" n, op_s_buffer_load, "smem", CLS_SMEM},
+#define SLOAD(n) {"s_load_dword" n, op_s_load, "smem", CLS_SMEM},                                                      \
+    {"s_buffer_load_dword" n, op_s_buffer_load, "smem", CLS_SMEM},
 const OpEntry control_ops[] = {
-    BR(s_branch) BR(s_cbranch_scc0) BR(s_cbranch_scc1) BR(s_cbranch_vccz) BR(s_cbranch_vccnz) BR(s_cbranch_execz) BR(s_cbranch_execnz)
+    BR(s_branch) BR(s_cbranch_scc0) BR(s_cbranch_scc1) BR(s_cbranch_vccz) BR(s_cbranch_vccnz)
+    BR(s_cbranch_execz) BR(s_cbranch_execnz)
     {"s_call_b64", op_s_call_b64, "call", CLS_BRANCH},
-    {"s_sleep", op_s_sleep, "imm", CLS_WAIT}, {"s_barrier", op_s_barrier, "imm", CLS_BARRIER}, {"s_endpgm", op_s_endpgm, "imm", CLS_OTHER},
+    {"s_sleep", op_s_sleep, "imm", CLS_WAIT}, {"s_barrier", op_s_barrier, "imm", CLS_BARRIER},
+    {"s_endpgm", op_s_endpgm, "imm", CLS_OTHER},
     {"s_waitcnt", op_s_waitcnt, "waitcnt", CLS_WAIT}, {"s_trap", op_s_trap, "imm", CLS_OTHER},
     {"s_memrealtime", op_s_memrealtime, "q=", CLS_SMEM}, {"s_memtime", op_s_memtime, "q=", CLS_SMEM},
     {"buffer_inv", op_buffer_inv, "cache", CLS_VMEM}, {"buffer_wbl2", op_buffer_wbl2, "cache", CLS_VMEM},
-    NOP(s_nop, CLS_WAIT) NOP(s_setprio, CLS_OTHER) NOP(s_sethalt, CLS_OTHER) NOP(s_icache_inv, CLS_OTHER) NOP(s_dcache_inv, CLS_OTHER)
-    NOP(s_dcache_wb, CLS_OTHER) NOP(s_dcache_inv_vol, CLS_OTHER) NOP(s_dcache_wb_vol, CLS_OTHER) NOP(s_sendmsg, CLS_OTHER) NOP(s_ttracedata, CLS_OTHER)
+    NOP(s_nop, CLS_WAIT) NOP(s_setprio, CLS_OTHER) NOP(s_sethalt, CLS_OTHER) NOP(s_icache_inv, CLS_OTHER)
+    NOP(s_dcache_inv, CLS_OTHER)
+    NOP(s_dcache_wb, CLS_OTHER) NOP(s_dcache_inv_vol, CLS_OTHER) NOP(s_dcache_wb_vol, CLS_OTHER)
+    NOP(s_sendmsg, CLS_OTHER) NOP(s_ttracedata, CLS_OTHER)
     NOP(s_incperflevel, CLS_OTHER) NOP(s_decperflevel, CLS_OTHER) NOP(s_wakeup, CLS_OTHER) NOP(v_nop, CLS_VALU)
     SLOAD("") SLOAD("x2") SLOAD("x4") SLOAD("x8") SLOAD("x16")
 };

@@ -28,14 +28,16 @@ static uint32_t swizzle_source(uint32_t o, uint32_t l) {
 int lds_check(Wave *w, const Ins *i, const uint32_t *addr, uint64_t mask) {
     const uint32_t kind = kind_of(i), bytes = i->mem_bytes;
     if (kind == DS_BPERMUTE || kind == DS_PERMUTE || kind == DS_SWIZZLE || kind == DS_NOP) return 1;
-    const uint32_t last = (kind == DS_READ2 || kind == DS_WRITE2) && i->sdst > (uint32_t)i->imm ? i->sdst : (uint32_t)i->imm;
+    const uint32_t last =
+        (kind == DS_READ2 || kind == DS_WRITE2) && i->sdst > (uint32_t)i->imm ? i->sdst : (uint32_t)i->imm;
     uint32_t top = 0;
     for (int l = 0; l < LANES; l++) top = (mask >> l & 1) && addr[l] > top ? addr[l] : top;
     if ((uint64_t)top + last + bytes <= w->lds_size) return 1;
     for (uint64_t m = mask; m; m &= m - 1) {
         const int l = __builtin_ctzll(m);
         if ((uint64_t)addr[l] + last + bytes > w->lds_size) {
-            raise_fault(w, i, FAULT_LDS, l, (uint64_t)addr[l] + last, bytes, kind == DS_WRITE || kind == DS_WRITE2 || kind == DS_ATOMIC);
+            raise_fault(w, i, FAULT_LDS, l, (uint64_t)addr[l] + last, bytes,
+                kind == DS_WRITE || kind == DS_WRITE2 || kind == DS_ATOMIC);
             return 0;
         }
     }
@@ -57,10 +59,11 @@ static void get_element(const vrow *s, int l, uint8_t *h, uint32_t bytes, uint32
     memcpy(h, &x, bytes);
 }
 
-// Transposing read within 16 lanes: the lanes' data form a matrix of rows of 16 elements of `bits` bits, row r held by the lanes
-// [r * 16 * bits / (8 * bytes) ..]; lane c receives column c.
+// Transposing read within 16 lanes: the lanes' data form a matrix of rows of 16 elements of `bits` bits, row r held by
+// the lanes [r * 16 * bits / (8 * bytes) ..]; lane c receives column c.
 static void read_transposed(Wave *w, const Ins *i, const uint32_t *addr, uint64_t mask) {
-    const uint32_t bits = mode_of(i), bytes = i->mem_bytes, per_lane = 8 * bytes / bits, lanes_per_row = 16 / per_lane ? 16 / per_lane : 1;
+    const uint32_t bits = mode_of(i), bytes = i->mem_bytes, per_lane = 8 * bytes / bits,
+                   lanes_per_row = 16 / per_lane ? 16 / per_lane : 1;
     uint8_t data[LANES][16], out[LANES][16];
     memset(out, 0, sizeof out);
     for (int l = 0; l < LANES; l++)
@@ -89,8 +92,16 @@ void lds_execute(Wave *w, const Ins *i, const uint32_t *addr, const vrow *d0, co
     switch (kind) {
     case DS_READ:
         lds += i->imm;
-        if (bytes == 4) for (uint64_t m = mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); memcpy(&d[0][l], lds + addr[l], 4); }
-        else for (uint64_t m = mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); put_element(d, l, lds + addr[l], bytes, mode); }
+        if (bytes == 4)
+            for (uint64_t m = mask; m; m &= m - 1) {
+                const int l = __builtin_ctzll(m);
+                memcpy(&d[0][l], lds + addr[l], 4);
+            }
+        else
+            for (uint64_t m = mask; m; m &= m - 1) {
+                const int l = __builtin_ctzll(m);
+                put_element(d, l, lds + addr[l], bytes, mode);
+            }
         return;
     case DS_READ2: {
         vrow copy ALIGN64;
@@ -103,7 +114,10 @@ void lds_execute(Wave *w, const Ins *i, const uint32_t *addr, const vrow *d0, co
         return;
     }
     case DS_WRITE:
-        for (uint64_t m = mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); get_element(d0, l, lds + addr[l] + i->imm, bytes, mode == 3); }
+        for (uint64_t m = mask; m; m &= m - 1) {
+            const int l = __builtin_ctzll(m);
+            get_element(d0, l, lds + addr[l] + i->imm, bytes, mode == 3);
+        }
         w->m->version++;
         return;
     case DS_WRITE2:
@@ -123,7 +137,8 @@ void lds_execute(Wave *w, const Ins *i, const uint32_t *addr, const vrow *d0, co
             x = bytes == 8 ? (uint64_t)d0[1][l] << 32 | d0[0][l] : d0[0][l];
             if (d1) y = bytes == 8 ? (uint64_t)d1[1][l] << 32 | d1[0][l] : d1[0][l];
             // ds_cmpst: the first data operand is the compare value
-            const uint64_t r = mode == 1 ? atomic_result(mode, bytes == 8, old, y, x) : atomic_result(mode, bytes == 8, old, x, y);
+            const uint64_t r =
+                mode == 1 ? atomic_result(mode, bytes == 8, old, y, x) : atomic_result(mode, bytes == 8, old, x, y);
             memcpy(h, &r, bytes);
             if (i->flags & F_SC0) { // _rtn
                 d[0][l] = (uint32_t)old;
@@ -150,7 +165,10 @@ void lds_execute(Wave *w, const Ins *i, const uint32_t *addr, const vrow *d0, co
     case DS_PERMUTE: { // push: later lanes win
         vrow t ALIGN64;
         memset(t, 0, sizeof t);
-        for (uint64_t m = mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); t[(addr[l] + (uint32_t)i->imm) / 4 & 63] = d0[0][l]; }
+        for (uint64_t m = mask; m; m &= m - 1) {
+            const int l = __builtin_ctzll(m);
+            t[(addr[l] + (uint32_t)i->imm) / 4 & 63] = d0[0][l];
+        }
         for (int l = 0; l < LANES; l++) d[0][l] = mask >> l & 1 ? t[l] : d[0][l];
         return;
     }

@@ -19,7 +19,8 @@ static const Ins *op_mfma(Wave *w, const Ins *i) {
         sa = scale_row(w, &s, 0, ta);
         sb = scale_row(w, &s, 1, tb);
     }
-    m->fn(m, (sim_lanes *)w->v[i->dst], (const sim_lanes *)w->v[i->src[0]], (const sim_lanes *)w->v[i->src[1]], c, sa, sb);
+    m->fn(m, (sim_lanes *)w->v[i->dst], (const sim_lanes *)w->v[i->src[0]], (const sim_lanes *)w->v[i->src[1]], c, sa,
+        sb);
     return i + 1;
 }
 const OpEntry mfma_ops[] = {{"mfma", op_mfma, "?", CLS_MFMA}};

@@ -11,7 +11,8 @@ uint64_t next_random(Machine *m) { // splitmix64
     return z ^ z >> 31;
 }
 
-static uint32_t first_above(const Space *sp, uint64_t address) { // index of the first allocation whose start is above address
+static uint32_t first_above(
+    const Space *sp, uint64_t address) { // index of the first allocation whose start is above address
     uint32_t lo = 0, hi = sp->count;
     while (lo < hi) {
         const uint32_t mid = (lo + hi) / 2;
@@ -28,8 +29,8 @@ Alloc *find_alloc(Machine *m, uint32_t rank, uint64_t address) {
 }
 
 // 0 ok, -1 overlaps another allocation, -2 no memory.
-int sim_map(Machine *m, uint32_t rank, uint64_t dev, uint64_t size, uint8_t *host, uint32_t kind, uint32_t id, uint32_t nregions,
-            const uint64_t *regions) {
+int sim_map(Machine *m, uint32_t rank, uint64_t dev, uint64_t size, uint8_t *host, uint32_t kind, uint32_t id,
+    uint32_t nregions, const uint64_t *regions) {
     Space *sp = &m->spaces[rank];
     const uint32_t k = first_above(sp, dev);
     if (k > 0 && dev - sp->allocs[k - 1]->dev < sp->allocs[k - 1]->size) return -1;
@@ -106,15 +107,17 @@ void memory_reset_counters(Machine *m, int track_unique) {
         }
 }
 // Counters of the k-th allocation of a rank: id, policies read, policies written, unique bytes. Returns 0 past the end.
-int sim_alloc_counters(Machine *m, uint32_t rank, uint32_t k, uint32_t *id, uint64_t *read, uint64_t *written, uint64_t *unique,
-                       uint64_t *polls, uint32_t max_polls) {
+int sim_alloc_counters(Machine *m, uint32_t rank, uint32_t k, uint32_t *id, uint64_t *read, uint64_t *written,
+    uint64_t *unique, uint64_t *polls, uint32_t max_polls) {
     if (k >= m->spaces[rank].count) return 0;
     const Alloc *al = m->spaces[rank].allocs[k];
     *id = al->id;
     memcpy(read, al->bytes_read, sizeof al->bytes_read);
     memcpy(written, al->bytes_written, sizeof al->bytes_written);
     *unique = 0;
-    if (al->touched) for (uint64_t j = 0; j < al->size / 256 + 1; j++) *unique += 4ull * (uint64_t)__builtin_popcountll(al->touched[j]);
+    if (al->touched)
+        for (uint64_t j = 0; j < al->size / 256 + 1; j++)
+            *unique += 4ull * (uint64_t)__builtin_popcountll(al->touched[j]);
     for (uint32_t r = 0; r <= al->nregions && r < max_polls; r++) polls[r] = al->polls[r];
     return 1;
 }
@@ -149,7 +152,8 @@ void mailbox_read(Wave *w, Alloc *al, uint64_t offset, uint32_t bytes) {
             continue;
         }
         const int cross = st->rank != w->L->rank;
-        const uint16_t device = (uint16_t)(st->device + !cross), crosses = (uint16_t)(st->cross + cross), total = (uint16_t)(st->total + 1);
+        const uint16_t device = (uint16_t)(st->device + !cross), crosses = (uint16_t)(st->cross + cross),
+                       total = (uint16_t)(st->total + 1);
         if (device > d->device) d->device = device;
         if (crosses > d->cross) d->cross = crosses;
         if (total > d->total) { d->total = total; d->node = add_node(m, (int32_t)st->node, al, offset, cross); }
@@ -157,14 +161,15 @@ void mailbox_read(Wave *w, Alloc *al, uint64_t offset, uint32_t bytes) {
 }
 void mailbox_write(Wave *w, Alloc *al, uint64_t offset, uint32_t bytes) {
     for (uint64_t k = offset / 8; k <= (offset + bytes - 1) / 8; k++)
-        al->stamps[k] = (Stamp){w->m->serial, (uint32_t)w->depth.node, w->g->serial, (uint16_t)w->L->rank, w->depth.device, w->depth.cross,
-                                w->depth.total};
+        al->stamps[k] = (Stamp){w->m->serial, (uint32_t)w->depth.node, w->g->serial, (uint16_t)w->L->rank,
+            w->depth.device, w->depth.cross, w->depth.total};
 }
 
 // ---- injected faults ----
 static int stall_matches(const Stall *s, const Wave *w) {
-    return s->active && (s->rank < 0 || (uint32_t)s->rank == w->L->rank) && (s->launch < 0 || (uint32_t)s->launch == w->L->index) &&
-           (s->group < 0 || (uint32_t)s->group == w->g->id) && (s->wave < 0 || (uint32_t)s->wave == w->id);
+    return s->active && (s->rank < 0 || (uint32_t)s->rank == w->L->rank) &&
+           (s->launch < 0 || (uint32_t)s->launch == w->L->index) && (s->group < 0 || (uint32_t)s->group == w->g->id) &&
+           (s->wave < 0 || (uint32_t)s->wave == w->id);
 }
 // A store (or load) into a watched region: 1 = the wave stops here for good, before the access.
 int watch_access(Wave *w, const Ins *i, Alloc *al, uint64_t offset, int store) {
@@ -209,7 +214,9 @@ const Ins *op_watched(Wave *w, const Ins *i) {
 int store_faulted(Machine *m, Wave *w, Alloc *al, uint64_t offset, uint32_t bytes, const void *data) {
     for (uint32_t k = 0; k < m->nstore_faults; k++) {
         StoreFault *s = &m->store_faults[k];
-        if (!s->active || (s->rank >= 0 && (uint32_t)s->rank != w->L->rank) || (s->alloc >= 0 && (uint32_t)s->alloc != al->id)) continue;
+        if (!s->active || (s->rank >= 0 && (uint32_t)s->rank != w->L->rank) ||
+            (s->alloc >= 0 && (uint32_t)s->alloc != al->id))
+            continue;
         if (s->region >= 0 && (uint32_t)s->region != region_of(al, offset)) continue;
         s->hits++;
         if (s->ticks == 0) return 1;

@@ -8,8 +8,15 @@
 // ---- operation table: one number space over the per-file tables ----
 typedef struct { const OpEntry *ops; const int *count; } Part;
 static const Part parts[] = {
-    {salu_ops, &salu_count}, {valu_ops, &valu_count}, {vcmp_ops, &vcmp_count}, {vhalf_ops, &vhalf_count}, {vmove_ops, &vmove_count},
-    {vmem_ops, &vmem_count}, {lds_ops, &lds_count}, {control_ops, &control_count}, {mfma_ops, &mfma_ops_count},
+    {salu_ops, &salu_count},
+    {valu_ops, &valu_count},
+    {vcmp_ops, &vcmp_count},
+    {vhalf_ops, &vhalf_count},
+    {vmove_ops, &vmove_count},
+    {vmem_ops, &vmem_count},
+    {lds_ops, &lds_count},
+    {control_ops, &control_count},
+    {mfma_ops, &mfma_ops_count},
 };
 const OpEntry *op_entry(uint32_t op) {
     for (unsigned k = 0; k < sizeof parts / sizeof parts[0]; k++) {
@@ -62,20 +69,26 @@ Program *sim_program_new(const Ins *records, uint32_t count, const uint32_t *con
     }
     return p;
 }
-void sim_program_setup(Program *p, uint32_t vgprs, uint32_t lds, uint32_t scratch, int flush32, int flush64, int ieee, int dx10, int round32,
-                       int round64) {
+void sim_program_setup(Program *p, uint32_t vgprs, uint32_t lds, uint32_t scratch, int flush32, int flush64, int ieee,
+    int dx10, int round32, int round64) {
     p->vgprs = vgprs;
     p->lds_bytes = lds;
     p->scratch_bytes = scratch;
-    p->flush32 = (uint8_t)flush32; p->flush64 = (uint8_t)flush64; p->ieee = (uint8_t)ieee; p->dx10_clamp = (uint8_t)dx10;
+    p->flush32 = (uint8_t)flush32;
+    p->flush64 = (uint8_t)flush64;
+    p->ieee = (uint8_t)ieee;
+    p->dx10_clamp = (uint8_t)dx10;
     p->round32 = (uint8_t)round32; p->round64 = (uint8_t)round64;
 }
 
 // ---- source operands ----
 // Sub-dword selections of SDWA: 0..3 byte, 4..5 word, 6 whole.
 static void select_part(uint32_t *t, const uint32_t *s, uint32_t sel, int sext) {
-    if (sel < 4) for (int l = 0; l < LANES; l++) t[l] = sext ? (uint32_t)(int8_t)(s[l] >> (8 * sel)) : s[l] >> (8 * sel) & 255u;
-    else if (sel < 6) for (int l = 0; l < LANES; l++) t[l] = sext ? (uint32_t)(int16_t)(s[l] >> (16 * (sel - 4))) : s[l] >> (16 * (sel - 4)) & 0xffffu;
+    if (sel < 4)
+        for (int l = 0; l < LANES; l++) t[l] = sext ? (uint32_t)(int8_t)(s[l] >> (8 * sel)) : s[l] >> (8 * sel) & 255u;
+    else if (sel < 6)
+        for (int l = 0; l < LANES; l++)
+            t[l] = sext ? (uint32_t)(int16_t)(s[l] >> (16 * (sel - 4))) : s[l] >> (16 * (sel - 4)) & 0xffffu;
     else memcpy(t, s, sizeof(vrow));
 }
 
@@ -121,9 +134,9 @@ NOINLINE void src_pair_other(Wave *w, const Ins *i, int k, vrow *t, const uint32
 }
 
 // ---- DPP ----
-// dpp_ctrl codes as encoded: 0x000-0x0ff quad_perm, 0x101-0x10f row_shl, 0x111-0x11f row_shr, 0x121-0x12f row_ror, 0x130 wave_shl,
-// 0x134 wave_rol, 0x138 wave_shr, 0x13c wave_ror, 0x140 row_mirror, 0x141 row_half_mirror, 0x142 row_bcast:15, 0x143 row_bcast:31,
-// 0x150-0x15f row_newbcast. Source lane of lane l, or -1.
+// dpp_ctrl codes as encoded: 0x000-0x0ff quad_perm, 0x101-0x10f row_shl, 0x111-0x11f row_shr, 0x121-0x12f row_ror,
+// 0x130 wave_shl, 0x134 wave_rol, 0x138 wave_shr, 0x13c wave_ror, 0x140 row_mirror, 0x141 row_half_mirror, 0x142
+// row_bcast:15, 0x143 row_bcast:31, 0x150-0x15f row_newbcast. Source lane of lane l, or -1.
 static int dpp_source(uint32_t ctrl, int l) {
     const int row = l & ~15, in = l & 15;
     if (ctrl < 0x100) return (l & ~3) + (int)(ctrl >> (2 * (l & 3)) & 3);
@@ -161,10 +174,10 @@ static void prepare_dpp(uint32_t ctrl) {
 
 // Builds the permuted source and the lanes that are written. All source lanes are read before anything is written.
 static uint64_t apply_dpp(Wave *w, const Ins *i, uint32_t *t) {
-    static const uint64_t bank[16] = {
-        0, 0x000f000f000f000full, 0x00f000f000f000f0ull, 0x00ff00ff00ff00ffull, 0x0f000f000f000f00ull, 0x0f0f0f0f0f0f0f0full,
-        0x0ff00ff00ff00ff0ull, 0x0fff0fff0fff0fffull, 0xf000f000f000f000ull, 0xf00ff00ff00ff00full, 0xf0f0f0f0f0f0f0f0ull,
-        0xf0fff0fff0fff0ffull, 0xff00ff00ff00ff00ull, 0xff0fff0fff0fff0full, 0xfff0fff0fff0fff0ull, ~0ull};
+    static const uint64_t bank[16] = {0, 0x000f000f000f000full, 0x00f000f000f000f0ull, 0x00ff00ff00ff00ffull,
+        0x0f000f000f000f00ull, 0x0f0f0f0f0f0f0f0full, 0x0ff00ff00ff00ff0ull, 0x0fff0fff0fff0fffull,
+        0xf000f000f000f000ull, 0xf00ff00ff00ff00full, 0xf0f0f0f0f0f0f0f0ull, 0xf0fff0fff0fff0ffull,
+        0xff00ff00ff00ff00ull, 0xff0fff0fff0fff0full, 0xfff0fff0fff0fff0ull, ~0ull};
     const uint32_t *s = w->v[i->src[0]], ctrl = i->dpp_ctrl;
     const uint8_t *from = dpp_lane[ctrl];
     const uint64_t exec = get_exec(w);
@@ -217,7 +230,10 @@ NOINLINE const Ins *op_wrapped(Wave *w, const Ins *i) {
             if (kind == 'h') d[l] = modify_f16(d[l] & 0xffff, i->omod, i->clamp);
             if (kind == 'p' && i->clamp) d[l] = modify_f16(d[l] & 0xffff, 0, 1) | modify_f16(d[l] >> 16, 0, 1) << 16;
             if (kind == 'd' && (i->omod || i->clamp)) {
-                double x = u2d((uint64_t)w->v[i->dst + 1][l] << 32 | d[l]) * (i->omod == 1 ? 2 : i->omod == 2 ? 4 : i->omod == 3 ? 0.5 : 1);
+                double x = u2d((uint64_t)w->v[i->dst + 1][l] << 32 | d[l]) * (i->omod == 1      ? 2
+                                                                                 : i->omod == 2 ? 4
+                                                                                 : i->omod == 3 ? 0.5
+                                                                                                : 1);
                 if (i->clamp) x = !(x > 0) ? 0 : x > 1 ? 1 : x;
                 d[l] = (uint32_t)d2u(x);
                 w->v[i->dst + 1][l] = (uint32_t)(d2u(x) >> 32);
@@ -225,11 +241,13 @@ NOINLINE const Ins *op_wrapped(Wave *w, const Ins *i) {
             if (i->flags & F_DST_HI) d[l] = (old[0][l] & 0xffffu) | d[l] << 16;
             else if (i->flags & F_KEEP_HI) d[l] = (old[0][l] & 0xffff0000u) | (d[l] & 0xffffu);
             if ((i->flags & F_SDWA) && i->sdwa_dst < 6) { // unused: 0 pad, 1 sign extend, 2 preserve
-                const uint32_t bits = i->sdwa_dst < 4 ? 8 : 16, shift = i->sdwa_dst < 4 ? 8u * i->sdwa_dst : 16u * (i->sdwa_dst - 4u);
+                const uint32_t bits = i->sdwa_dst < 4 ? 8 : 16,
+                               shift = i->sdwa_dst < 4 ? 8u * i->sdwa_dst : 16u * (i->sdwa_dst - 4u);
                 const uint32_t m = ((1u << bits) - 1u) << shift, x = d[l] << shift & m;
                 uint32_t rest = 0;
                 if (i->sdwa_unused == 2) rest = old[0][l] & ~m;
-                else if (i->sdwa_unused == 1 && (d[l] >> (bits - 1) & 1)) rest = shift + bits < 32 ? ~0u << (shift + bits) : 0;
+                else if (i->sdwa_unused == 1 && (d[l] >> (bits - 1) & 1))
+                    rest = shift + bits < 32 ? ~0u << (shift + bits) : 0;
                 d[l] = x | rest;
             }
         }
@@ -250,15 +268,18 @@ static const Ins *op_indexed(Wave *w, const Ins *i) {
     const char *sig = e->sig;
     for (int k = 0; k < 3; k++)
         if ((w->gpr_idx >> k & 1) && i->kind[k] == SRC_VGPR) c.src[k] = (uint16_t)(i->src[k] + w->gpr_idx_value);
-    if ((w->gpr_idx >> 3 & 1) && sig[0] != 'm' && sig[0] != 's' && sig[0] != '=') c.dst = (uint16_t)(i->dst + w->gpr_idx_value);
+    if ((w->gpr_idx >> 3 & 1) && sig[0] != 'm' && sig[0] != 's' && sig[0] != '=')
+        c.dst = (uint16_t)(i->dst + w->gpr_idx_value);
     for (int k = 0; k < 3; k++)
-        if (i->kind[k] == SRC_VGPR && c.src[k] >= w->L->p->vgprs) return raise_fault(w, i, FAULT_INTERNAL, -1, c.src[k], 0, 0);
+        if (i->kind[k] == SRC_VGPR && c.src[k] >= w->L->p->vgprs)
+            return raise_fault(w, i, FAULT_INTERNAL, -1, c.src[k], 0, 0);
     if (c.dst >= w->L->p->vgprs) return raise_fault(w, i, FAULT_INTERNAL, -1, c.dst, 0, 0);
     return c.fn(w, &c) ? i + 1 : NULL;
 }
 
 // ---- faults ----
-const Ins *raise_fault(Wave *w, const Ins *i, uint32_t kind, int lane, uint64_t address, uint32_t bytes, uint32_t write) {
+const Ins *raise_fault(
+    Wave *w, const Ins *i, uint32_t kind, int lane, uint64_t address, uint32_t bytes, uint32_t write) {
     Fault *f = &w->m->fault;
     if (f->kind == FAULT_NONE) {
         f->kind = kind;

@@ -85,7 +85,8 @@ static inline uint64_t mask64(uint32_t n) { return n >= 64 ? ~0ull : (1ull << n)
 #undef SAVEEXEC
 #undef WREXEC
 
-// ---- program counter: byte offsets do not exist, a code address is 4 * the instruction index plus a tag in the high word ----
+// ---- program counter: byte offsets do not exist, a code address is 4 * the instruction index plus a tag in the high
+// word ----
 #define CODE_TAG 0x7ffc0000u
 static const Ins *op_s_getpc_b64(Wave *w, const Ins *i) {
     put64(w->s, i->dst, (uint64_t)CODE_TAG << 32 | 4ull * (uint32_t)(i + 1 - w->L->p->ins));
@@ -93,7 +94,8 @@ static const Ins *op_s_getpc_b64(Wave *w, const Ins *i) {
 }
 static const Ins *jump(Wave *w, const Ins *i, uint64_t address) {
     const uint64_t index = (address & 0xffffffffu) / 4;
-    if ((address >> 32) != CODE_TAG || index >= w->L->p->count) return raise_fault(w, i, FAULT_INTERNAL, -1, address, 0, 0);
+    if ((address >> 32) != CODE_TAG || index >= w->L->p->count)
+        return raise_fault(w, i, FAULT_INTERNAL, -1, address, 0, 0);
     end_run(w, i);
     w->seg = w->L->p->ins + index;
     return w->seg;
@@ -124,10 +126,19 @@ static void set_hardware_register(Wave *w, const Ins *i, uint32_t value) {
     if ((i->aux & 255) == 1) w->mode = (w->mode & ~m) | (value << shift & m);
 }
 static const Ins *op_s_setreg_b32(Wave *w, const Ins *i) { set_hardware_register(w, i, w->s[i->src[0]]); return i + 1; }
-static const Ins *op_s_setreg_imm32_b32(Wave *w, const Ins *i) { set_hardware_register(w, i, w->s[i->src[0]]); return i + 1; }
+static const Ins *op_s_setreg_imm32_b32(Wave *w, const Ins *i) {
+    set_hardware_register(w, i, w->s[i->src[0]]);
+    return i + 1;
+}
 
-static const Ins *op_s_movrels_b32(Wave *w, const Ins *i) { w->s[i->dst] = w->s[(i->src[0] + w->s[S_M0]) & 127]; return i + 1; }
-static const Ins *op_s_movreld_b32(Wave *w, const Ins *i) { w->s[(i->dst + w->s[S_M0]) & 127] = w->s[i->src[0]]; return i + 1; }
+static const Ins *op_s_movrels_b32(Wave *w, const Ins *i) {
+    w->s[i->dst] = w->s[(i->src[0] + w->s[S_M0]) & 127];
+    return i + 1;
+}
+static const Ins *op_s_movreld_b32(Wave *w, const Ins *i) {
+    w->s[(i->dst + w->s[S_M0]) & 127] = w->s[i->src[0]];
+    return i + 1;
+}
 static const Ins *op_s_set_gpr_idx_on(Wave *w, const Ins *i) {
     w->gpr_idx_value = w->s[i->src[0]] & 255;
     w->s[S_M0] = (w->s[S_M0] & ~0xf0ffu) | w->gpr_idx_value | (i->aux & 15) << 12;

@@ -20,7 +20,8 @@ const Ins *op_watched(Wave *w, const Ins *i);
 #define IDLE_ROUNDS 4
 #define IDLE_ROUNDS_DRAIN 6 // adversarial: before stores are forced out
 #define IDLE_ROUNDS_ADVERSARIAL 24
-// Not every slice of a polling wave holds an s_sleep or a clock read: a wave counts as polling for this many slices after one.
+// Not every slice of a polling wave holds an s_sleep or a clock read: a wave counts as polling for this many slices
+// after one.
 #define POLL_AGE 3
 // The same once nothing has changed for long: for loops that sleep and read the clock rarely.
 #define POLL_AGE_CALM 64
@@ -29,7 +30,8 @@ const Ins *op_watched(Wave *w, const Ins *i);
 #define STARVED_ROUNDS 6
 // Rounds without any effect after which no further wave is starved.
 #define CALM_ROUNDS 12
-// A jump of the clock: this part of the time since anything changed, so that deadlines 6 % apart stay apart, and at least so much.
+// A jump of the clock: this part of the time since anything changed, so that deadlines 6 % apart stay apart, and at
+// least so much.
 #define JUMP_PART 16
 #define FIRST_JUMP 1000
 // Rounds after which a jump no longer waits for every wave to have read the clock.
@@ -54,7 +56,13 @@ void sim_machine_free(Machine *m) {
     if (!m) return;
     memory_free(m);
     adv_free(m);
-    free(m->spaces); free(m->stalls); free(m->store_faults); free(m->late); free(m->nodes); free(m->launches); free(m->groups);
+    free(m->spaces);
+    free(m->stalls);
+    free(m->store_faults);
+    free(m->late);
+    free(m->nodes);
+    free(m->launches);
+    free(m->groups);
     free(m);
 }
 void sim_reseed(Machine *m, uint64_t seed) { m->rng = seed * 0x2545f4914f6cdd1dull + 1; }
@@ -77,7 +85,9 @@ int sim_add_store_fault(Machine *m, const StoreFault *s) {
     return (int)m->nstore_faults++;
 }
 void sim_clear_faults(Machine *m) { m->nstalls = m->nstore_faults = m->nlate = 0; }
-uint64_t sim_fault_hits(const Machine *m, int store, int k) { return store ? m->store_faults[k].hits : m->stalls[k].hits; }
+uint64_t sim_fault_hits(const Machine *m, int store, int k) {
+    return store ? m->store_faults[k].hits : m->stalls[k].hits;
+}
 
 // ---- launches ----
 Launch *sim_launch_new(Machine *m, Program *p, const int64_t *a, uint8_t *kernargs) {
@@ -113,7 +123,8 @@ Launch *sim_launch_new(Machine *m, Program *p, const int64_t *a, uint8_t *kernar
     L->executed = calloc(L->ngroups + 1, 8);
     Alloc *al = calloc(1, sizeof *al);
     if (!L->prof || !L->poll_prof || !L->streamed || !L->executed || !al) return NULL;
-    // The kernel argument block and the dispatch packet live in memory of their own; both are read by scalar loads only.
+    // The kernel argument block and the dispatch packet live in memory of their own; both are read by scalar loads
+    // only.
     al->dev = (uint64_t)(uintptr_t)kernargs;
     al->size = L->kernarg_bytes + 64;
     al->host = kernargs;
@@ -155,8 +166,18 @@ int sim_node(const Machine *m, int32_t k, int32_t *out) {
 }
 void sim_fault(const Machine *m, int64_t *out) {
     const Fault *f = &m->fault;
-    out[0] = f->kind; out[1] = f->rank; out[2] = f->launch; out[3] = f->group; out[4] = f->wave; out[5] = f->lane; out[6] = f->pc;
-    out[7] = f->bytes; out[8] = (int64_t)f->address; out[9] = f->write; out[10] = (int64_t)m->stalled; out[11] = (int64_t)m->icount;
+    out[0] = f->kind;
+    out[1] = f->rank;
+    out[2] = f->launch;
+    out[3] = f->group;
+    out[4] = f->wave;
+    out[5] = f->lane;
+    out[6] = f->pc;
+    out[7] = f->bytes;
+    out[8] = (int64_t)f->address;
+    out[9] = f->write;
+    out[10] = (int64_t)m->stalled;
+    out[11] = (int64_t)m->icount;
     out[12] = (int64_t)m->clock_jumps;
 }
 // Live waves after a deadlock: rank, launch, group, wave, pc, state.
@@ -169,7 +190,12 @@ int sim_waiting(const Machine *m, int64_t *out, int room) {
             if (w->state == WAVE_ENDED) continue;
             if (n < room) {
                 int64_t *o = out + 6 * n;
-                o[0] = G->L->rank; o[1] = G->L->index; o[2] = G->id; o[3] = w->id; o[4] = w->pc - G->L->p->ins; o[5] = w->state;
+                o[0] = G->L->rank;
+                o[1] = G->L->index;
+                o[2] = G->id;
+                o[3] = w->id;
+                o[4] = w->pc - G->L->p->ins;
+                o[5] = w->state;
             }
             n++;
         }
@@ -194,7 +220,8 @@ static void init_wave(Wave *w, Group *g, uint32_t id, uint8_t *base, size_t vbyt
     w->last = L->kernarg_alloc;
     w->depth.node = -1;
     w->poll_age = 255;
-    w->mode = (uint32_t)(p->round32 | p->round64 << 2 | (p->flush32 ? 0 : 3) << 4 | (p->flush64 ? 0 : 3) << 6 | p->dx10_clamp << 8 | p->ieee << 9);
+    w->mode = (uint32_t)(p->round32 | p->round64 << 2 | (p->flush32 ? 0 : 3) << 4 | (p->flush64 ? 0 : 3) << 6 |
+                         p->dx10_clamp << 8 | p->ieee << 9);
     uint32_t *words = (uint32_t *)w->v;
     for (size_t k = 0; k < (size_t)p->vgprs * LANES; k++) words[k] = POISON;
     for (uint32_t k = 0; k < S_CONST; k++) w->s[k] = POISON;
@@ -211,7 +238,8 @@ static void init_wave(Wave *w, Group *g, uint32_t id, uint8_t *base, size_t vbyt
     if (L->sgpr_dispatch_id >= 0) put64(w->s, (uint32_t)L->sgpr_dispatch_id, L->m->serial);
     if (L->sgpr_flat >= 0) put64(w->s, (uint32_t)L->sgpr_flat, 0);
     if (L->sgpr_private_size >= 0) w->s[L->sgpr_private_size] = p->scratch_bytes;
-    if (L->sgpr_preload >= 0) memcpy(&w->s[L->sgpr_preload], L->kernargs + 4 * L->preload_offset, 4 * (size_t)L->preload_length);
+    if (L->sgpr_preload >= 0)
+        memcpy(&w->s[L->sgpr_preload], L->kernargs + 4 * L->preload_offset, 4 * (size_t)L->preload_length);
     uint32_t k = L->user_sgprs;
     for (int d = 0; d < 3; d++) if (L->wg_id_enable >> d & 1) w->s[k++] = g->gid[d];
     w->s[S_M0] = 0;
@@ -417,7 +445,8 @@ static void arm_watches(Machine *m, int on) {
     }
 }
 
-// Runs all launches together. 0: finished; otherwise see sim_fault. stalled workgroups that can go no further are left behind.
+// Runs all launches together. 0: finished; otherwise see sim_fault. stalled workgroups that can go no further are left
+// behind.
 int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
     const double start = now();
     uint32_t *order = NULL, order_room = 0;
@@ -513,7 +542,10 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         if (m->fault.kind || !m->ngroups) break;
         if (m->icount_limit && m->icount > m->icount_limit) { set_fault(m, FAULT_LIMIT); break; }
-        if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) { set_fault(m, FAULT_LIMIT); break; }
+        if (m->wall_limit > 0 && (round & 15) == 0 && now() - start > m->wall_limit) {
+            set_fault(m, FAULT_LIMIT);
+            break;
+        }
         if (m->version != version || retired) {
             idle = polling = calm = waited = 0;
             changed = m->clock;
@@ -535,7 +567,8 @@ int sim_run(Machine *m, Launch **launches, uint32_t n, int track_unique) {
         }
         idle++;
         calm++;
-        if (starved && !working && idle >= STARVED_ROUNDS) { // the others only poll: the starved waves go on, or first a store comes out
+        if (starved && !working &&
+            idle >= STARVED_ROUNDS) { // the others only poll: the starved waves go on, or first a store comes out
             if (next_random(m) & 31 || !adv_force_drain(m)) wake_some(m);
             idle = 0;
         }
@@ -592,4 +625,7 @@ void sim_run_end(Machine *m) {
     m->launches = NULL;
     m->nlaunches = 0;
 }
-void sim_set_limits(Machine *m, uint64_t instructions, double seconds) { m->icount_limit = instructions; m->wall_limit = seconds; }
+void sim_set_limits(Machine *m, uint64_t instructions, double seconds) {
+    m->icount_limit = instructions;
+    m->wall_limit = seconds;
+}

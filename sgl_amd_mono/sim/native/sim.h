@@ -75,7 +75,20 @@ struct Ins {
 };
 
 // Instruction classes of the counters.
-enum { CLS_VALU, CLS_SALU, CLS_VMEM, CLS_LDS, CLS_SMEM, CLS_MFMA, CLS_CONVERT, CLS_BRANCH, CLS_WAIT, CLS_BARRIER, CLS_OTHER, CLS_COUNT };
+enum {
+    CLS_VALU,
+    CLS_SALU,
+    CLS_VMEM,
+    CLS_LDS,
+    CLS_SMEM,
+    CLS_MFMA,
+    CLS_CONVERT,
+    CLS_BRANCH,
+    CLS_WAIT,
+    CLS_BARRIER,
+    CLS_OTHER,
+    CLS_COUNT
+};
 
 // Scalar register file indices (hardware encoding); program constants follow at S_CONST.
 enum { S_FLAT_LO = 102, S_XNACK_LO = 104, S_VCC = 106, S_M0 = 124, S_EXEC = 126, S_CONST = 128 };
@@ -223,8 +236,18 @@ struct Launch {
 };
 
 enum {
-    FAULT_NONE, FAULT_OOB, FAULT_READONLY, FAULT_GPU, FAULT_DEADLOCK, FAULT_LIMIT, FAULT_MISALIGNED, FAULT_TRAP, FAULT_HAZARD,
-    FAULT_LDS, FAULT_INTERNAL, FAULT_MEMORY
+    FAULT_NONE,
+    FAULT_OOB,
+    FAULT_READONLY,
+    FAULT_GPU,
+    FAULT_DEADLOCK,
+    FAULT_LIMIT,
+    FAULT_MISALIGNED,
+    FAULT_TRAP,
+    FAULT_HAZARD,
+    FAULT_LDS,
+    FAULT_INTERNAL,
+    FAULT_MEMORY
 };
 
 typedef struct {
@@ -299,8 +322,10 @@ typedef struct {
     const char *sig; // "dst=src...": one letter an operand, see decode.py
     uint8_t cls;
 } OpEntry;
-extern const OpEntry salu_ops[], valu_ops[], vcmp_ops[], vhalf_ops[], vmove_ops[], vmem_ops[], lds_ops[], control_ops[], mfma_ops[];
-extern const int salu_count, valu_count, vcmp_count, vhalf_count, vmove_count, vmem_count, lds_count, control_count, mfma_ops_count;
+extern const OpEntry salu_ops[], valu_ops[], vcmp_ops[], vhalf_ops[], vmove_ops[], vmem_ops[], lds_ops[], control_ops[],
+    mfma_ops[];
+extern const int salu_count, valu_count, vcmp_count, vhalf_count, vmove_count, vmem_count, lds_count, control_count,
+    mfma_ops_count;
 const OpEntry *op_entry(uint32_t op);
 
 // ---- helpers shared by the handlers ---------------------------------------------------------------------------
@@ -316,7 +341,8 @@ static inline uint64_t d2u(double f) { uint64_t u; memcpy(&u, &f, 8); return u; 
 #include <immintrin.h>
 static inline void expand_mask(uint64_t m, uint32_t *out) {
     const __m512i ones = _mm512_set1_epi32(-1);
-    for (int k = 0; k < 4; k++) _mm512_store_si512(out + 16 * k, _mm512_maskz_mov_epi32((__mmask16)(m >> (16 * k)), ones));
+    for (int k = 0; k < 4; k++)
+        _mm512_store_si512(out + 16 * k, _mm512_maskz_mov_epi32((__mmask16)(m >> (16 * k)), ones));
 }
 static inline uint64_t pack_mask(const uint32_t *t) { // lanes with the sign bit set
     uint64_t r = 0;
@@ -366,7 +392,8 @@ static inline void src64(Wave *w, const Ins *i, int k, vrow *t, const uint32_t *
 }
 const Ins *op_wrapped(Wave *w, const Ins *i);
 
-const Ins *raise_fault(Wave *w, const Ins *i, uint32_t kind, int lane, uint64_t address, uint32_t bytes, uint32_t write);
+const Ins *raise_fault(
+    Wave *w, const Ins *i, uint32_t kind, int lane, uint64_t address, uint32_t bytes, uint32_t write);
 void end_run(Wave *w, const Ins *last); // closes the straight run [w->seg, last]
 void release_barrier(Group *g);
 void wave_ended(Wave *w);

@@ -170,7 +170,8 @@ static const Ins *op_v_cndmask_b32(Wave *w, const Ins *i) {
 
 static inline uint32_t mux(uint32_t s, uint32_t one, uint32_t zero) { return zero ^ ((one ^ zero) & s); }
 #define TT(n) (0u - (tt >> (n) & 1u))
-#define BITOP mux(A, mux(B, mux(C, TT(7), TT(6)), mux(C, TT(5), TT(4))), mux(B, mux(C, TT(3), TT(2)), mux(C, TT(1), TT(0))))
+#define BITOP \
+    mux(A, mux(B, mux(C, TT(7), TT(6)), mux(C, TT(5), TT(4))), mux(B, mux(C, TT(3), TT(2)), mux(C, TT(1), TT(0))))
 static const Ins *op_v_bitop3_b32(Wave *w, const Ins *i) {
     ONE(a, 0) ONE(b, 1) ONE(c, 2)
     const uint32_t tt = i->aux;
@@ -199,8 +200,8 @@ static const Ins *op_v_mbcnt_hi_u32_b32(Wave *w, const Ins *i) {
 }
 
 // ---- division ----
-// v_div_scale d, vcc, s0, s1 (denominator), s2 (numerator): scales s0 so that the refinement neither overflows nor loses bits;
-// VCC tells v_div_fmas to undo it.
+// v_div_scale d, vcc, s0, s1 (denominator), s2 (numerator): scales s0 so that the refinement neither overflows nor
+// loses bits; VCC tells v_div_fmas to undo it.
 static const Ins *op_v_div_scale_f32(Wave *w, const Ins *i) {
     vrow m ALIGN64;
     ONE(a, 0) ONE(b, 1) ONE(c, 2)
@@ -222,7 +223,8 @@ static const Ins *op_v_div_scale_f32(Wave *w, const Ins *i) {
             vcc = 1;
             if (s0 == den) r = f2u((float)ldexp(sim_f64_from_bits(s0), 64));
         } else if (ed == 0) r = f2u((float)ldexp(sim_f64_from_bits(s0), 64)); // denormal denominator
-        else if (rcp_denormal && q_denormal) { // the denominator is huge: brought down, v_div_fmas brings the quotient down
+        else if (rcp_denormal &&
+                 q_denormal) { // the denominator is huge: brought down, v_div_fmas brings the quotient down
             vcc = 1;
             if (s0 == den) r = f2u((float)ldexp(sim_f64_from_bits(s0), -64));
         } else if (rcp_denormal) r = f2u((float)ldexp(sim_f64_from_bits(s0), -64));
@@ -282,7 +284,8 @@ static const Ins *op_v_div_scale_f64(Wave *w, const Ins *i) {
     put64(w->s, i->sdst, pack_mask(m));
     return i + 1;
 }
-// (a * b + c) * 2^n with one rounding. The f64 sum is the exact one but for a rest whose sign decides where the scaled sum is a tie.
+// (a * b + c) * 2^n with one rounding. The f64 sum is the exact one but for a rest whose sign decides where the scaled
+// sum is a tie.
 static double scaled_fma(double a, double b, double c, int n) {
     const double s = fma(a, b, c), d = ldexp(s, n), lost = s - ldexp(d, -n);
     if (n > 0 || d != d || d - d != 0 || lost == 0) return d;

@@ -13,7 +13,9 @@ static inline uint32_t umax(uint32_t a, uint32_t b) { return a > b ? a : b; }
 static inline int32_t imin(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t imax(int32_t a, int32_t b) { return a > b ? a : b; }
 static inline int32_t sext24(uint32_t x) { return (int32_t)(x << 8) >> 8; }
-static inline uint32_t saturate_i32(int64_t x) { return (uint32_t)(x > INT32_MAX ? INT32_MAX : x < INT32_MIN ? INT32_MIN : (int32_t)x); }
+static inline uint32_t saturate_i32(int64_t x) {
+    return (uint32_t)(x > INT32_MAX ? INT32_MAX : x < INT32_MIN ? INT32_MIN : (int32_t)x);
+}
 
 // The default NaN of gfx950 is positive, x86's negative.
 static inline uint32_t nan_f32(float f) { const uint32_t u = f2u(f); return u == 0xffc00000u ? 0x7fc00000u : u; }
@@ -43,8 +45,8 @@ static inline uint32_t permuted_byte(uint64_t data, uint32_t sel) {
 }
 static inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t c) {
     const uint64_t data = (uint64_t)a << 32 | b;
-    return permuted_byte(data, c & 255) | permuted_byte(data, c >> 8 & 255) << 8 | permuted_byte(data, c >> 16 & 255) << 16 |
-           permuted_byte(data, c >> 24) << 24;
+    return permuted_byte(data, c & 255) | permuted_byte(data, c >> 8 & 255) << 8 |
+           permuted_byte(data, c >> 16 & 255) << 16 | permuted_byte(data, c >> 24) << 24;
 }
 static inline uint32_t saturate_u8(uint32_t x) {
     const int32_t lo = (int16_t)x, hi = (int32_t)x >> 16;
@@ -144,7 +146,8 @@ static inline double fract_f64(double x) {
 static inline uint32_t frexp_mant_f32(uint32_t a) {
     const uint32_t e = a >> 23 & 255, m = a & 0x7fffffu;
     const uint32_t shift = m ? (uint32_t)__builtin_clz(m | 1) - 8 : 0;
-    const uint32_t normal = (a & 0x807fffffu) | 0x3f000000u, small = (a & 0x80000000u) | 0x3f000000u | (m << shift & 0x7fffffu);
+    const uint32_t normal = (a & 0x807fffffu) | 0x3f000000u,
+                   small = (a & 0x80000000u) | 0x3f000000u | (m << shift & 0x7fffffu);
     return e == 255 ? (m ? quiet(a) : a) : e ? normal : m ? small : a;
 }
 static inline int32_t frexp_exp_f32(uint32_t a) {
@@ -165,7 +168,9 @@ static inline uint32_t to_u32(float x) {
     const uint32_t r = (uint32_t)(int32_t)(big ? t - 2147483648.0f : t) ^ (big ? 0x80000000u : 0u);
     return x >= 4294967296.0f ? ~0u : r;
 }
-static inline int32_t d_to_i32(double x) { return x != x ? 0 : x >= 2147483647.0 ? INT32_MAX : x <= -2147483648.0 ? INT32_MIN : (int32_t)x; }
+static inline int32_t d_to_i32(double x) {
+    return x != x ? 0 : x >= 2147483647.0 ? INT32_MAX : x <= -2147483648.0 ? INT32_MIN : (int32_t)x;
+}
 static inline uint32_t d_to_u32(double x) { return !(x > 0) ? 0 : x >= 4294967295.0 ? ~0u : (uint32_t)x; }
 static inline uint32_t clamp_i16(int32_t x) { return (uint32_t)imax(-32768, imin(32767, x)) & 0xffffu; }
 static inline uint32_t norm_i16(float x) {
@@ -233,8 +238,12 @@ static inline uint32_t select_f16(uint32_t a, uint32_t b, uint32_t r) {
     return r;
 }
 static inline int32_t order_key16(uint32_t x) { return (int16_t)(x ^ ((uint32_t)((int16_t)x >> 15) & 0x7fffu)); }
-static inline uint32_t min_f16(uint32_t a, uint32_t b) { return select_f16(a, b, order_key16(a) < order_key16(b) ? a : b); }
-static inline uint32_t max_f16(uint32_t a, uint32_t b) { return select_f16(a, b, order_key16(a) > order_key16(b) ? a : b); }
+static inline uint32_t min_f16(uint32_t a, uint32_t b) {
+    return select_f16(a, b, order_key16(a) < order_key16(b) ? a : b);
+}
+static inline uint32_t max_f16(uint32_t a, uint32_t b) {
+    return select_f16(a, b, order_key16(a) > order_key16(b) ? a : b);
+}
 static inline uint32_t fract_f16(uint32_t a) {
     const float x = u2f(sim_f32_from_f16((uint16_t)a));
     const uint32_t r = to_f16(x - __builtin_floorf(x));

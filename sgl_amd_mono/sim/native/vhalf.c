@@ -54,7 +54,8 @@ static void packed_halves(Wave *w, const Ins *i, int k, uint32_t *lo, uint32_t *
     vrow t ALIGN64;
     const uint32_t *s = i->kind[k] == SRC_VGPR ? w->v[i->src[k]] : src_other(w, i, k, t, -1);
     const uint32_t sl = (i->op_sel >> k & 1) * 16, sh = (i->op_sel_hi >> k & 1) * 16;
-    const uint32_t nl = is_float && (i->neg_lo >> k & 1) ? 0x8000u : 0, nh = is_float && (i->neg_hi >> k & 1) ? 0x8000u : 0;
+    const uint32_t nl = is_float && (i->neg_lo >> k & 1) ? 0x8000u : 0,
+        nh = is_float && (i->neg_hi >> k & 1) ? 0x8000u : 0;
     for (int l = 0; l < LANES; l++) {
         const uint32_t x = s[l];
         lo[l] = (x >> sl & 0xffffu) ^ nl;
@@ -66,7 +67,8 @@ static void packed_halves(Wave *w, const Ins *i, int k, uint32_t *lo, uint32_t *
     for (int k = 0; k < n; k++) packed_halves(w, i, k, pl[k], ph[k], fl);
 #define X (x[l])
 #define PK(name, n, fl, expr)                                                                                          \
-    static inline uint32_t half_##name(uint32_t a, uint32_t b, uint32_t c) { (void)a; (void)b; (void)c; return (uint32_t)(expr) & 0xffffu; } \
+    static inline uint32_t half_##name(uint32_t a, uint32_t b, uint32_t c) { (void)a; (void)b; (void)c;                \
+        return (uint32_t)(expr) & 0xffffu; }                                                                           \
     static const Ins *op_##name(Wave *w, const Ins *i) {                                                               \
         PK_SETUP(n, fl)                                                                                                \
         uint32_t *d = w->v[i->dst];                                                                                    \
@@ -100,8 +102,8 @@ PK(v_pk_fma_f16, 3, 1, fma_f16(HALF(a), HALF(b), HALF(c)))
 PK(v_pk_minimum3_f16, 3, 1, to_f16(u2f(minimum_f32(minimum_f32(f2u(HALF(a)), f2u(HALF(b))), f2u(HALF(c))))))
 PK(v_pk_maximum3_f16, 3, 1, to_f16(u2f(maximum_f32(maximum_f32(f2u(HALF(a)), f2u(HALF(b))), f2u(HALF(c))))))
 
-// d(32) = c(32) + a.lo * b.lo + a.hi * b.hi; the products are exact in f32. Order of the sums as in the CDNA4 ISA's pseudo
-// code: c, low, high, but for v_dot2_f32_bf16: low, high, c.
+// d(32) = c(32) + a.lo * b.lo + a.hi * b.hi; the products are exact in f32. Order of the sums as in the CDNA4 ISA's
+// pseudo code: c, low, high, but for v_dot2_f32_bf16: low, high, c.
 #define LO(conv) conv(pl[0][l]), conv(pl[1][l])
 #define HI(conv) conv(ph[0][l]), conv(ph[1][l])
 #define C_FIRST(conv, c) __builtin_fmaf(HI(conv), __builtin_fmaf(LO(conv), c))
@@ -182,7 +184,8 @@ static void pair_halves(Wave *w, const Ins *i, int k, vrow *t, const uint32_t **
     }
 PKF(v_pk_add_f32, 2, 1, nan_f32(u2f(al[l]) + u2f(bl[l])), nan_f32(u2f(ah[l]) + u2f(bh[l])))
 PKF(v_pk_mul_f32, 2, 1, nan_f32(u2f(al[l]) * u2f(bl[l])), nan_f32(u2f(ah[l]) * u2f(bh[l])))
-PKF(v_pk_fma_f32, 3, 1, nan_f32(__builtin_fmaf(u2f(al[l]), u2f(bl[l]), u2f(cl[l]))), nan_f32(__builtin_fmaf(u2f(ah[l]), u2f(bh[l]), u2f(ch[l]))))
+PKF(v_pk_fma_f32, 3, 1, nan_f32(__builtin_fmaf(u2f(al[l]), u2f(bl[l]), u2f(cl[l]))),
+    nan_f32(__builtin_fmaf(u2f(ah[l]), u2f(bh[l]), u2f(ch[l]))))
 PKF(v_pk_mov_b32, 2, 0, al[l], bl[l]) // op_sel alone picks, low result from source 0, high from source 1
 
 #define ROW(name, sig) {#name, op_##name, sig, CLS_VALU},
@@ -195,13 +198,16 @@ PKF(v_pk_mov_b32, 2, 0, al[l], bl[l]) // op_sel alone picks, low result from sou
 const OpEntry vhalf_ops[] = {
 #include "half.def"
     ROW(v_pk_add_u16, "P=PP") ROW(v_pk_add_i16, "P=PP") ROW(v_pk_sub_u16, "P=PP") ROW(v_pk_sub_i16, "P=PP")
-    ROW(v_pk_add_u16_clamp, "P=PP") ROW(v_pk_sub_u16_clamp, "P=PP") ROW(v_pk_add_i16_clamp, "P=PP") ROW(v_pk_sub_i16_clamp, "P=PP")
+    ROW(v_pk_add_u16_clamp, "P=PP") ROW(v_pk_sub_u16_clamp, "P=PP") ROW(v_pk_add_i16_clamp, "P=PP")
+    ROW(v_pk_sub_i16_clamp, "P=PP")
     ROW(v_pk_mul_lo_u16, "P=PP") ROW(v_pk_mad_u16, "P=PPP") ROW(v_pk_mad_i16, "P=PPP")
     ROW(v_pk_max_u16, "P=PP") ROW(v_pk_min_u16, "P=PP") ROW(v_pk_max_i16, "P=PP") ROW(v_pk_min_i16, "P=PP")
     ROW(v_pk_lshlrev_b16, "P=PP") ROW(v_pk_lshrrev_b16, "P=PP") ROW(v_pk_ashrrev_i16, "P=PP")
-    ROW(v_pk_add_f16, "p=pp") ROW(v_pk_mul_f16, "p=pp") ROW(v_pk_min_f16, "p=pp") ROW(v_pk_max_f16, "p=pp") ROW(v_pk_fma_f16, "p=ppp")
+    ROW(v_pk_add_f16, "p=pp") ROW(v_pk_mul_f16, "p=pp") ROW(v_pk_min_f16, "p=pp") ROW(v_pk_max_f16, "p=pp")
+    ROW(v_pk_fma_f16, "p=ppp")
     ROW(v_pk_minimum3_f16, "p=ppp") ROW(v_pk_maximum3_f16, "p=ppp")
-    ROW(v_dot2_f32_f16, "f=ppf") ROW(v_dot2c_f32_f16, "f=pp") ROW(v_dot2_f32_bf16, "f=PPf") ROW(v_dot2c_f32_bf16, "f=PP")
+    ROW(v_dot2_f32_f16, "f=ppf") ROW(v_dot2c_f32_f16, "f=pp") ROW(v_dot2_f32_bf16, "f=PPf")
+    ROW(v_dot2c_f32_bf16, "f=PP")
     ROW(v_fma_mix_f32, "f=MMM") ROW(v_fma_mixlo_f16, "f=MMM") ROW(v_fma_mixhi_f16, "f=MMM")
     ROW(v_pk_add_f32, "k=kk") ROW(v_pk_mul_f32, "k=kk") ROW(v_pk_fma_f32, "k=kkk") ROW(v_pk_mov_b32, "k=kk")
 };

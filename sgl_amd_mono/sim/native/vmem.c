@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector memory: global, flat, scratch and buffer loads, stores and atomics; LDS DMA. decode.py reduces the mnemonics to these
-// handlers: Ins.mem_bytes is the size of one lane's access, Ins.aux the load mode or the atomic operation.
+// Vector memory: global, flat, scratch and buffer loads, stores and atomics; LDS DMA. decode.py reduces the mnemonics
+// to these handlers: Ins.mem_bytes is the size of one lane's access, Ins.aux the load mode or the atomic operation.
 #include "valu_math.h"
 
 // Load modes: what happens to a value shorter than a register.
 enum { LOAD_ZERO = 0, LOAD_SIGN = 1, LOAD_D16 = 2, LOAD_D16_HI = 3, LOAD_D16_SIGN = 4, LOAD_D16_HI_SIGN = 5 };
-// Fields: src[0] address row, src[1] data row, src[2] scalar base or descriptor, src[3] scalar offset; imm offset; dst result row.
+// Fields: src[0] address row, src[1] data row, src[2] scalar base or descriptor, src[3] scalar offset; imm offset; dst
+// result row.
 
 static inline uint32_t policy(const Ins *i) { return i->flags >> 8 & 7; } // sc0, sc1, nt
 
@@ -87,7 +88,10 @@ static void touch(Alloc *al, uint64_t offset, uint32_t bytes) {
 // ---- loads ----
 static inline uint32_t extend(const uint8_t *h, uint32_t bytes, uint32_t mode, uint32_t old) {
     uint32_t x;
-    if (bytes == 1) x = mode == LOAD_SIGN ? (uint32_t)(int8_t)*h : mode == LOAD_D16_SIGN || mode == LOAD_D16_HI_SIGN ? (uint16_t)(int8_t)*h : *h;
+    if (bytes == 1)
+        x = mode == LOAD_SIGN                                   ? (uint32_t)(int8_t)*h
+            : mode == LOAD_D16_SIGN || mode == LOAD_D16_HI_SIGN ? (uint16_t)(int8_t)*h
+                                                                : *h;
     else { uint16_t u; memcpy(&u, h, 2); x = mode == LOAD_SIGN ? (uint32_t)(int16_t)u : u; }
     if (mode == LOAD_D16 || mode == LOAD_D16_SIGN) return (old & 0xffff0000u) | x;
     if (mode == LOAD_D16_HI || mode == LOAD_D16_HI_SIGN) return (old & 0xffffu) | x << 16;
@@ -125,7 +129,9 @@ static const Ins *nothing(Wave *w, const Ins *i) {
     if (w->adv) adv_count_vm(w);
     return i + 1;
 }
-static int synchronising(const Ins *i, const Alloc *al) { return (i->flags & (F_SC0 | F_SC1)) || al->kind == KIND_MAILBOX; }
+static int synchronising(const Ins *i, const Alloc *al) {
+    return (i->flags & (F_SC0 | F_SC1)) || al->kind == KIND_MAILBOX;
+}
 
 static const Ins *load_split(Wave *w, const Ins *i, const Lanes *p, uint32_t lds_base);
 
@@ -155,7 +161,12 @@ static const Ins *load(Wave *w, const Ins *i, const Lanes *p, uint32_t lds_base)
     switch (bytes) {
     case 4:
         if (p->mask == ~0ull) for (int l = 0; l < LANES; l++) memcpy(&d[0][l], h + p->a[l], 4);
-        else for (int l = 0; l < LANES; l++) { uint32_t x; memcpy(&x, h + p->a[l], 4); d[0][l] = p->mask >> l & 1 ? x : d[0][l]; }
+        else
+            for (int l = 0; l < LANES; l++) {
+                uint32_t x;
+                memcpy(&x, h + p->a[l], 4);
+                d[0][l] = p->mask >> l & 1 ? x : d[0][l];
+            }
         break;
     case 8: case 12: case 16:
         if (p->mask == ~0ull && bytes == 16)
@@ -260,8 +271,29 @@ static const Ins *store(Wave *w, const Ins *i, const Lanes *p) {
 
 // ---- atomics ----
 enum {
-    AT_SWAP, AT_CMPSWAP, AT_ADD, AT_SUB, AT_SMIN, AT_UMIN, AT_SMAX, AT_UMAX, AT_AND, AT_OR, AT_XOR, AT_INC, AT_DEC, AT_ADD_F32,
-    AT_PK_ADD_F16, AT_PK_ADD_BF16, AT_ADD_F64, AT_MIN_F64, AT_MAX_F64, AT_RSUB, AT_MSKOR, AT_MIN_F32, AT_MAX_F32
+    AT_SWAP,
+    AT_CMPSWAP,
+    AT_ADD,
+    AT_SUB,
+    AT_SMIN,
+    AT_UMIN,
+    AT_SMAX,
+    AT_UMAX,
+    AT_AND,
+    AT_OR,
+    AT_XOR,
+    AT_INC,
+    AT_DEC,
+    AT_ADD_F32,
+    AT_PK_ADD_F16,
+    AT_PK_ADD_BF16,
+    AT_ADD_F64,
+    AT_MIN_F64,
+    AT_MAX_F64,
+    AT_RSUB,
+    AT_MSKOR,
+    AT_MIN_F32,
+    AT_MAX_F32
 };
 static uint32_t pk_add_bf16(uint32_t a, uint32_t b) {
     const uint32_t lo = sim_bf16_from_f32(f2u(u2f(a << 16) + u2f(b << 16)));
@@ -356,8 +388,12 @@ static const Ins *atomic(Wave *w, const Ins *i, const Lanes *p) {
         memcpy(&old, h, bytes);
         atomic_data(w, i, l, &x, &y);
         const uint64_t r = atomic_result(i->aux, bytes == 8, old, x, y);
-        if (al->stamps) { mailbox_read(w, al, p->a[l] - al->dev, bytes); mailbox_write(w, al, p->a[l] - al->dev, bytes); }
-        if (!(w->m->nstore_faults && al->shared && store_faulted(w->m, w, al, p->a[l] - al->dev, bytes, &r))) memcpy(h, &r, bytes);
+        if (al->stamps) {
+            mailbox_read(w, al, p->a[l] - al->dev, bytes);
+            mailbox_write(w, al, p->a[l] - al->dev, bytes);
+        }
+        if (!(w->m->nstore_faults && al->shared && store_faulted(w->m, w, al, p->a[l] - al->dev, bytes, &r)))
+            memcpy(h, &r, bytes);
         al->bytes_written[policy(i)] += bytes;
         if (i->flags & F_SC0) {
             w->v[i->dst][l] = (uint32_t)old;
@@ -375,7 +411,10 @@ static const Ins *atomic(Wave *w, const Ins *i, const Lanes *p) {
 static int lds_target(Wave *w, const Ins *i, uint32_t *base) {
     *base = (w->s[S_M0] & 0xffffu) + (uint32_t)i->imm;
     if (w->s[S_M0] > 0xffffu) *base = w->s[S_M0] + (uint32_t)i->imm; // gfx950: 160 KiB need more than 16 bits
-    if (*base + LANES * i->mem_bytes > w->lds_size) { raise_fault(w, i, FAULT_LDS, -1, *base, LANES * i->mem_bytes, 1); return 0; }
+    if (*base + LANES * i->mem_bytes > w->lds_size) {
+        raise_fault(w, i, FAULT_LDS, -1, *base, LANES * i->mem_bytes, 1);
+        return 0;
+    }
     return 1;
 }
 
@@ -387,14 +426,19 @@ static const Ins *op_global_load(Wave *w, const Ins *i) {
     return load(w, i, &p, base);
 }
 static const Ins *op_global_store(Wave *w, const Ins *i) { Lanes p; global_address(w, i, &p); return store(w, i, &p); }
-static const Ins *op_global_atomic(Wave *w, const Ins *i) { Lanes p; global_address(w, i, &p); return atomic(w, i, &p); }
+static const Ins *op_global_atomic(Wave *w, const Ins *i) {
+    Lanes p;
+    global_address(w, i, &p);
+    return atomic(w, i, &p);
+}
 
 // ---- scratch: private memory of one lane ----
 static const Ins *scratch_access(Wave *w, const Ins *i, const uint64_t *offset, uint64_t mask, int write) {
     const uint32_t room = w->L->p->scratch_bytes;
     for (uint64_t m = mask; m; m &= m - 1) {
         const int l = __builtin_ctzll(m);
-        if (offset[l] + i->mem_bytes > room) return raise_fault(w, i, FAULT_OOB, l, offset[l], i->mem_bytes, (uint32_t)write);
+        if (offset[l] + i->mem_bytes > room)
+            return raise_fault(w, i, FAULT_OOB, l, offset[l], i->mem_bytes, (uint32_t)write);
         uint8_t *h = w->scratch + (size_t)l * room + offset[l];
         if (!write) { deliver_lane(w, i, l, h); continue; }
         uint32_t x[4];
@@ -440,7 +484,8 @@ static const Ins *flat(Wave *w, const Ins *i, int what) { // 0 load, 1 store, 2 
         for (uint64_t m = lds; m; m &= m - 1) {
             const int l = __builtin_ctzll(m);
             const uint32_t o = (uint32_t)p.a[l];
-            if ((uint64_t)o + i->mem_bytes > w->lds_size) return raise_fault(w, i, FAULT_LDS, l, o, i->mem_bytes, what != 0);
+            if ((uint64_t)o + i->mem_bytes > w->lds_size)
+                return raise_fault(w, i, FAULT_LDS, l, o, i->mem_bytes, what != 0);
             if (what == 0) { deliver_lane(w, i, l, w->lds + o); continue; }
             if (what == 1) {
                 uint32_t x[4];
@@ -465,7 +510,8 @@ static const Ins *flat(Wave *w, const Ins *i, int what) { // 0 load, 1 store, 2 
     if (priv) {
         uint64_t o[LANES];
         for (int l = 0; l < LANES; l++) o[l] = (uint32_t)p.a[l];
-        if (what == 2) return raise_fault(w, i, FAULT_INTERNAL, __builtin_ctzll(priv), o[__builtin_ctzll(priv)], i->mem_bytes, 1);
+        if (what == 2)
+            return raise_fault(w, i, FAULT_INTERNAL, __builtin_ctzll(priv), o[__builtin_ctzll(priv)], i->mem_bytes, 1);
         if (!scratch_access(w, i, o, priv, what)) return NULL;
     }
     p.mask = all & ~lds & ~priv;
@@ -478,8 +524,8 @@ static const Ins *op_flat_store(Wave *w, const Ins *i) { return flat(w, i, 1); }
 static const Ins *op_flat_atomic(Wave *w, const Ins *i) { return flat(w, i, 2); }
 
 // ---- buffers ----
-// Descriptor: base 47:0, stride 61:48, num_records word 2. Raw buffers (stride 0): the byte offset counts against num_records;
-// structured ones (idxen): the index. Returns the lanes wholly inside; *some: lanes that begin inside.
+// Descriptor: base 47:0, stride 61:48, num_records word 2. Raw buffers (stride 0): the byte offset counts against
+// num_records; structured ones (idxen): the index. Returns the lanes wholly inside; *some: lanes that begin inside.
 static uint64_t buffer_address(Wave *w, const Ins *i, Lanes *p, uint64_t *some, uint64_t *limit, uint64_t *offsets) {
     const uint32_t *r = &w->s[i->src[2]];
     const uint64_t base = (uint64_t)(r[1] & 0xffffu) << 32 | r[0];

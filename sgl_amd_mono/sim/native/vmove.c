@@ -10,7 +10,9 @@ static const Ins *op_v_readfirstlane_b32(Wave *w, const Ins *i) {
     return i + 1;
 }
 static uint32_t scalar_operand(Wave *w, const Ins *i, int k) {
-    return i->kind[k] == SRC_CONST ? w->crows[i->src[k]][0] : i->kind[k] == SRC_SGPR ? w->s[i->src[k]] : w->v[i->src[k]][0];
+    return i->kind[k] == SRC_CONST  ? w->crows[i->src[k]][0]
+           : i->kind[k] == SRC_SGPR ? w->s[i->src[k]]
+                                    : w->v[i->src[k]][0];
 }
 static const Ins *op_v_readlane_b32(Wave *w, const Ins *i) {
     vrow t ALIGN64;
@@ -61,8 +63,11 @@ static const Ins *op_v_prng_b32(Wave *w, const Ins *i) {
 static const sim_lanes *operand_rows(Wave *w, const Ins *i, int k, int nregs, vrow *t) {
     if (i->kind[k] == SRC_VGPR) return (const sim_lanes *)w->v[i->src[k]];
     if (i->kind[k] == SRC_NONE) return NULL;
-    if (nregs <= 1) return (const sim_lanes *)(src_other(w, i, k, t[0], 31) == t[0] ? t : (const vrow *)src_other(w, i, k, t[0], 31));
-    for (int r = 0; r < nregs; r++) splat(t[r], i->kind[k] == SRC_CONST ? w->crows[i->src[k] + r][0] : w->s[i->src[k] + r]);
+    if (nregs <= 1)
+        return (
+            const sim_lanes *)(src_other(w, i, k, t[0], 31) == t[0] ? t : (const vrow *)src_other(w, i, k, t[0], 31));
+    for (int r = 0; r < nregs; r++)
+        splat(t[r], i->kind[k] == SRC_CONST ? w->crows[i->src[k] + r][0] : w->s[i->src[k] + r]);
     return (const sim_lanes *)t;
 }
 // v_cvt_scalef32_*, fp8, bf8, bf16 packing: ext is a struct sim_cvt.
@@ -72,7 +77,8 @@ static const Ins *op_convert(Wave *w, const Ins *i) {
     const struct sim_cvt_info *info = sim_cvt_info(c->kind);
     const sim_lanes *s0 = operand_rows(w, i, 0, info->s0_regs, t[0]);
     const sim_lanes *s1 = info->s1_regs ? operand_rows(w, i, 1, info->s1_regs, t[1]) : NULL;
-    const uint32_t *scale = info->scale_operand ? (const uint32_t *)operand_rows(w, i, info->scale_operand, 1, t[2]) : NULL;
+    const uint32_t *scale =
+        info->scale_operand ? (const uint32_t *)operand_rows(w, i, info->scale_operand, 1, t[2]) : NULL;
     struct sim_cvt call = *c;
     call.clamp = (uint8_t)(w->mode >> 23 & 1); // MODE.FP16_OVFL
     sim_cvt_wave(&call, (sim_lanes *)w->v[i->dst], s0, s1, scale, w->em);
@@ -82,9 +88,9 @@ static const Ins *op_convert(Wave *w, const Ins *i) {
 #define ROW(name, sig) {#name, op_##name, sig, CLS_VALU},
 const OpEntry vmove_ops[] = {
     ROW(v_readfirstlane_b32, "s=i") ROW(v_readlane_b32, "s=ii") ROW(v_writelane_b32, "i=ii")
-    ROW(v_accvgpr_read_b32, "i=i")
-    {"v_accvgpr_write_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU}, {"v_accvgpr_mov_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU},
-    ROW(v_swap_b32, "i=i") ROW(v_permlane32_swap_b32, "i=i") ROW(v_permlane16_swap_b32, "i=i") ROW(v_prng_b32, "i=i")
-    {"convert", op_convert, "?", CLS_CONVERT},
+        ROW(v_accvgpr_read_b32, "i=i"){"v_accvgpr_write_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU},
+    {"v_accvgpr_mov_b32", op_v_accvgpr_read_b32, "i=i", CLS_VALU},
+    ROW(v_swap_b32, "i=i") ROW(v_permlane32_swap_b32, "i=i") ROW(v_permlane16_swap_b32, "i=i")
+        ROW(v_prng_b32, "i=i"){"convert", op_convert, "?", CLS_CONVERT},
 };
 const int vmove_count = sizeof vmove_ops / sizeof vmove_ops[0];
