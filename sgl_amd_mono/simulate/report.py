@@ -193,14 +193,11 @@ def _launch_section(outcome: Outcome) -> list[str]:
 
 def _traffic_section(outcome: Outcome) -> list[str]:
     """One line a launch kind and width: instructions, longest chains of hand-offs, and what was read."""
-    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-
     groups: dict[tuple[str, int], list[LaunchRecord]] = defaultdict(list)
     for record in outcome.on["records"]:
         if record.simulated:
             groups[record.kind, record.width].append(record)
     lines = ["What the launches read and how many hand-offs they made (largest of each kind and width, rank 0)"]
-    geometry = Geometry.small(outcome.options.ranks)
     if not groups:
         return [*lines, "  no simulator report"]
     for (kind, width), records in sorted(groups.items()):
@@ -215,12 +212,6 @@ def _traffic_section(outcome: Outcome) -> list[str]:
             f"  {kind} width {width}: {most.simulated['wave_instructions']:,} wave-instructions; "
             f"device hops {hops[0]}, cross-GPU hops {hops[1]}{f' ({chain})' if chain else ''}"
         )
-        turns = width * geometry.gdn_units // (geometry.blocks * geometry.waves)
-        if kind == "k1" and turns > 1:
-            lines.append(
-                f"    (with {geometry.blocks} workgroups a wave takes {turns} rows in turn, and their hops add up; "
-                f"at the model's true size it takes one)"
-            )
         lines.append(f"    MiB read: {sum(read.values()) / MIB:.2f} = {parts}")
     return lines
 
