@@ -13,6 +13,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn_naive
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
 SMALL = Geometry.small(1)
+SEEN = 6  # a swapped order moves the core that many times further than the roundings do
 
 
 def independent_front(case):
@@ -86,14 +87,16 @@ def test_a_swapped_order_is_seen(swap: str) -> None:
     case = make_case(GdnKey(SMALL, 1), seed=3)
     core, _ = independent_front(case)
     w, g = case.weights, SMALL
+    clean = (case.naive().core.double() - core).norm() / core.norm()
     if swap == "qk":
         w.w_qkvz = torch.cat(
             [w.w_qkvz[g.key_width : 2 * g.key_width], w.w_qkvz[: g.key_width], w.w_qkvz[2 * g.key_width :]]
         )
     else:
-        w.w_ba = w.w_ba.flip(0)
+        b, a = w.w_ba.chunk(2)
+        w.w_ba = torch.cat([a, b])
     trace = case.naive()
-    assert (trace.core.double() - core).norm() / core.norm() > 0.1
+    assert (trace.core.double() - core).norm() / core.norm() > SEEN * clean
 
 
 def test_store_rows_touches_only_live_slots() -> None:
