@@ -165,3 +165,19 @@ def test_every_flag_that_texts_name_exists():
     }
     unknown = {name: sorted(set(FLAG.findall(text)) - known) for name, text in texts.items()}
     assert {name: flags for name, flags in unknown.items() if flags} == {}
+
+
+def test_the_tests_are_described():
+    """Every file of kernels/ and e2e/ is in test/README.md by its name or a pattern, and every name there exists."""
+    text = (ROOT / "test" / "README.md").read_text()
+    named = {path for pattern in re.findall(r"`((?:unit|kernels|e2e)/[^`]+)`", text) for path in named_files(pattern)}
+    files = [path for folder in ("kernels", "e2e") for path in (ROOT / "test" / folder).glob("test_*.py")]
+    missing = [path.name for path in files if path not in named]
+    assert missing == []
+
+
+def named_files(pattern: str) -> list[Path]:
+    """The files of a name or a glob below test/; there is at least one."""
+    found = list((ROOT / "test").glob(pattern))
+    assert found, f"test/README.md names {pattern}, which is not there"
+    return found
