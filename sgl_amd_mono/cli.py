@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``sgl-amd-mono``: doctor, compile, simulate."""
+"""The command ``sgl-amd-mono``: doctor, compile, simulate, cost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 MEMORY_MODELS = ("consistent", "adversarial")
 GEOMETRIES = ("qwen38-a95b", "small")
+MODEL_ALIASES = {"qwen38-a95b": "qwen38_a95b_mxfp4"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,6 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     simulate.set_defaults(run=_simulate)
 
+    cost = commands.add_parser(
+        "cost", help="bytes, hops and instructions of each launch, from the simulator, and modelled times"
+    )
+    cost.add_argument("model", nargs="?", default="qwen38_a95b_mxfp4", help="the model's folder name, or qwen38-a95b")
+    cost.add_argument("--geometry", choices=GEOMETRIES, default=GEOMETRIES[0], help="sizes to run at")
+    cost.add_argument("--tp", type=int, help="tensor-parallel size (default: 8, or 2 with --geometry small)")
+    cost.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
+    cost.add_argument("--launch", type=_launches, default=("k1", "k2"), help="k1, k2 or k1,k2")
+    cost.add_argument("--seed", type=int, default=0, help="seed of inputs, routes and the simulator's schedule")
+    cost.add_argument(
+        "--probe", type=Path, metavar="FILE", help="JSON with a node's own figures for the overlap model's assumptions"
+    )
+    cost.add_argument("--picture", type=Path, metavar="FILE", help="write the modelled time line as SVG")
+    cost.add_argument("--json", action="store_true", help="print counts, models and targets as JSON")
+    cost.set_defaults(run=_cost)
+
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 
@@ -67,6 +84,13 @@ def _positive(text: str) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in text.split(","))
+
+
+def _launches(text: str) -> tuple[str, ...]:
+    asked = tuple(text.split(","))
+    if not asked or any(name not in ("k1", "k2") for name in asked):
+        raise argparse.ArgumentTypeError(f"found {text!r}; needed: k1, k2 or k1,k2")
+    return asked
 
 
 def _rows(text: str) -> tuple[tuple[int, int], ...]:
@@ -155,6 +179,42 @@ def _compile(options: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
     else:
         print(resource_table(artifacts))
+    return 0
+
+
+def _cost(options: argparse.Namespace) -> int:
+    options.model = MODEL_ALIASES.get(options.model, options.model)
+    if _unknown_model(options.model):
+        return 2
+    try:
+        from sgl_amd_mono.common.build import BuildError
+        from sgl_amd_mono.common.geometry import GeometryError
+        from sgl_amd_mono.cost import measure, picture, report
+        from sgl_amd_mono.cost.model import Assumptions
+        from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+        from sgl_amd_mono.sim import SimError
+
+        figures = json.loads(options.probe.read_text()) if options.probe else None
+        if figures is not None and not isinstance(figures, dict):
+            raise ValueError(f"{options.probe} holds {type(figures).__name__}; needed: a JSON object")
+        assume = Assumptions() if figures is None else Assumptions.of(figures)
+        geometry = (
+            Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 2)
+        )
+        costs = measure.measure(
+            geometry, options.launch, options.widths, options.seed, lambda text: _to_stderr(f"  .. {text}")
+        )
+        if options.picture:
+            options.picture.write_text(picture.svg(costs, assume))
+    except ModuleNotFoundError as error:
+        _to_stderr(
+            f"sgl-amd-mono cost: found no {error.name} in {sys.prefix}; needed: torch, numpy and FlyDSL; fix: make venv"
+        )
+        return 1
+    except (BuildError, GeometryError, SimError, ValueError, OSError) as error:
+        _to_stderr(f"sgl-amd-mono cost: {error}")
+        return 1
+    print(json.dumps(report.as_dict(costs, assume), indent=1) if options.json else report.render(costs, assume))
     return 0
 
 

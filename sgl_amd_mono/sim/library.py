@@ -154,6 +154,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "sim_launch_counts": (None, (_PTR, _INT, _PTR)),
     "sim_launch_groups": (None, (_PTR, _PTR, _PTR)),
     "sim_launch_stats": (None, (_PTR, _PTR)),
+    "sim_trace": (_I64, (_PTR, _U32, _PTR, _I64)),
     "sim_node": (_INT, (_PTR, ctypes.c_int32, _PTR)),
     "sim_run": (_INT, (_PTR, _PTR, _U32, _INT)),
     "sim_run_end": (None, (_PTR,)),

@@ -17,7 +17,7 @@ from . import library
 from .code import LANES, LDS_PER_CU, CodeObject
 from .errors import SimError, SimFault, Waiting
 from .faults import DelayStores, DropStores, Stall
-from .report import CLASSES, LaunchReport, Report
+from .report import CLASSES, LaunchReport, Report, Traced
 
 KINDS = {"plain": 0, "readonly": 1, "mailbox": 2, "peer": 3}
 POLICIES = ("plain", "sc0", "sc1", "sc0 sc1", "nt", "sc0 nt", "sc1 nt", "sc0 sc1 nt")
@@ -29,6 +29,13 @@ _FAULTS = (
     "lds-out-of-bounds", "internal", "memory",
 )  # fmt: skip
 _STATES = ("polling", "barrier", "ended", "stalled")
+_TRACE_KINDS = ("read", "write", "use")
+_TRACE_CELL = np.dtype(
+    [
+        ("alloc", "u4"), ("region", "u2"), ("issue", "u2"), ("use", "u2"), ("kind", "u1"), ("policy", "u1"),
+        ("group", "u4"), ("bytes", "u8"),
+    ], align=True,
+)  # fmt: skip
 Extent = int | tuple[int, ...]
 
 
@@ -93,8 +100,9 @@ class Machine:
     without coherence, late and reordered stores, loads delivered late; as the instructions' scopes permit). seed:
     schedule and, in the adversarial mode, every delay; equal seeds give equal runs. instruction_limit:
     wave-instructions of one `launch`; wall_clock_s: seconds of one `launch`; both end in a SimFault of kind "limit".
-    unique_bytes: count distinct bytes read (costs time). The clock runs at 100 MHz, advances with the instructions and
-    jumps when every wave polls.
+    unique_bytes: count distinct bytes read (costs time). trace: record what each
+    workgroup reads, writes and uses between hand-offs (`LaunchReport.trace`). The clock runs at 100 MHz, advances with
+    the instructions and jumps when every wave polls.
     """
 
     def __init__(
@@ -107,13 +115,14 @@ class Machine:
         instruction_limit: int | None = None,
         wall_clock_s: float | None = None,
         unique_bytes: bool = False,
+        trace: bool = False,
     ) -> None:
         if memory not in ("consistent", "adversarial"):
             raise SimError(f'memory is "consistent" or "adversarial", found {memory!r}')
         if ranks < 1 or cus < 1:
             raise SimError(f"a machine needs at least one rank and one CU, found {ranks} and {cus}")
         self.ranks, self.cus, self.memory, self.seed = ranks, cus, memory, seed
-        self.unique_bytes = unique_bytes
+        self.unique_bytes, self.trace = unique_bytes, trace
         self._lib = library.load()
         self._handle = self._lib.sim_machine_new(ranks, cus, memory == "adversarial", seed & (2**64 - 1))
         self._lib.sim_set_limits(self._handle, instruction_limit or 0, wall_clock_s or 0.0)
@@ -345,7 +354,7 @@ class Machine:
                 handles.append(handle)
                 keep.append(buffer)
             array = (ctypes.c_void_p * len(handles))(*handles)
-            code = lib.sim_run(self._handle, ctypes.addressof(array), len(handles), self.unique_bytes)
+            code = lib.sim_run(self._handle, ctypes.addressof(array), len(handles), self.unique_bytes + 2 * self.trace)
             if code:
                 raise self._fault(launches)
             report = self._report(launches, handles, start)
@@ -542,6 +551,20 @@ class Machine:
             node = parent
         return chain[::-1]
 
+    def _trace(self, launch: int) -> list[Traced]:
+        count = self._lib.sim_trace(self._handle, launch, None, 0)
+        if count < 0:
+            raise MemoryError("no memory for the trace")
+        raw = np.zeros(max(count, 1), _TRACE_CELL)
+        self._lib.sim_trace(self._handle, launch, raw.ctypes.data, count)
+        found = []
+        for alloc, region, issue, use, kind, policy, group, nbytes in raw[:count].tolist():
+            a = self._allocations[alloc]
+            name = a.regions[region][0] if region < len(a.regions) else ""
+            cache = POLICIES[policy] if kind < 2 else ""
+            found.append(Traced(group, a.name, name, _TRACE_KINDS[kind], cache, issue, use, nbytes))
+        return found
+
     def _report(self, launches: Sequence[Launch], handles: Sequence[int], start: int) -> Report:
         lib = self._lib
         reports = []
@@ -573,11 +596,16 @@ class Machine:
                     int(stats[2]),
                     int(stats[3]),
                     self._chain(int(stats[4])),
+                    self._trace(len(reports)) if self.trace else None,
                 )
             )
         raw = np.zeros(16, np.int64)
         lib.sim_fault(self._handle, raw.ctypes.data)
         report = Report(reports, {}, {}, {}, {}, start, self.clock, int(raw[12]), int(raw[10]), int(raw[11]))
+        mapped: dict[int, set[int]] = {}
+        for a in self._allocations.values():
+            mapped.setdefault(a.host, set()).add(a.rank)
+        report.shared = frozenset((a.rank, a.name) for a in self._allocations.values() if len(mapped[a.host]) > 1)
         self._memory_counters(report)
         return report
 

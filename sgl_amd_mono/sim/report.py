@@ -8,13 +8,32 @@ import dataclasses
 CLASSES = ("valu", "salu", "vmem", "lds", "smem", "mfma", "convert", "branch", "wait", "barrier", "other")
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Bytes that one workgroup read, wrote or used in one stage of a launch (`Machine(trace=True)`).
+
+    A stage is the number of hand-offs that lie behind the wave. issue: stage of the request; use: stage of the first
+    vector or matrix instruction that read their registers (kind "use"; readonly memory only), else issue.
+    region: of the buffer, "" where it has none. policy: of the access, "" for a use.
+    """
+
+    workgroup: int
+    buffer: str
+    region: str
+    kind: str
+    policy: str
+    issue: int
+    use: int
+    nbytes: int
+
+
 @dataclasses.dataclass
 class LaunchReport:
     """Counters of one launch. Instructions are wave-instructions; failed poll passes are counted apart, not as work.
 
     line_counts: executions of every instruction, in program order, polls included. streamed_per_workgroup: bytes that
     each workgroup's vector loads read. hops: longest chain of hand-offs between workgroups of one GPU, of hand-offs
-    across GPUs, and of both together (in mailbox allocations).
+    across GPUs, and of both together (in mailbox allocations). trace: None unless the machine traces.
     """
 
     name: str
@@ -31,6 +50,7 @@ class LaunchReport:
     longest_cross_hops: int
     longest_hops: int
     hop_chain: list[tuple[str, str]]
+    trace: list[Traced] | None = None
 
     @property
     def wave_instructions(self) -> int:
@@ -40,7 +60,10 @@ class LaunchReport:
 
 @dataclasses.dataclass
 class Report:
-    """Counters of the launches that ran together. Byte counters are per (rank, allocation name)."""
+    """Counters of the launches that ran together. Byte counters are per (rank, allocation name).
+
+    shared: the allocations whose bytes other ranks map too (peer memory).
+    """
 
     launches: list[LaunchReport]
     bytes_read: dict[tuple[int, str], dict[str, int]]
@@ -52,6 +75,7 @@ class Report:
     clock_jumps: int
     stalled: int
     executed: int
+    shared: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def wave_instructions(self) -> int:

@@ -8,6 +8,7 @@ static const uint32_t *scale_row(Wave *w, const Ins *i, int k, uint32_t *t) {
 }
 // src: 0 A, 1 B, 2 C; the scales are in dpp_ctrl (index) / sdwa_sel (kind) because only four sources fit.
 static const Ins *op_mfma(Wave *w, const Ins *i) {
+    if (unlikely(w->m->trace != NULL)) trace_mfma(w, i);
     vrow ta ALIGN64, tb ALIGN64;
     const struct sim_mfma *m = i->ext;
     const sim_lanes *c = i->kind[2] == SRC_VGPR ? (const sim_lanes *)w->v[i->src[2]] : NULL;

@@ -89,6 +89,7 @@ int sim_unmap(Machine *m, uint32_t rank, uint64_t dev) {
     return -1;
 }
 void memory_free(Machine *m) {
+    trace_free(m);
     for (uint32_t r = 0; r < m->ranks; r++) {
         while (m->spaces[r].count) sim_unmap(m, r, m->spaces[r].allocs[m->spaces[r].count - 1]->dev);
         free(m->spaces[r].allocs);
@@ -96,6 +97,7 @@ void memory_free(Machine *m) {
 }
 void memory_reset_counters(Machine *m, int track_unique) {
     m->track_unique = (uint32_t)track_unique;
+    if (track_unique & TRACK_TRACE) trace_start(m); else trace_free(m);
     for (uint32_t r = 0; r < m->ranks; r++)
         for (uint32_t k = 0; k < m->spaces[r].count; k++) {
             Alloc *al = m->spaces[r].allocs[k];
@@ -103,7 +105,7 @@ void memory_reset_counters(Machine *m, int track_unique) {
             memset(al->bytes_written, 0, sizeof al->bytes_written);
             memset(al->polls, 0, 8 * (al->nregions + 1));
             free(al->touched);
-            al->touched = track_unique ? calloc(al->size / 256 + 1, 8) : NULL; // one bit a 4-byte word
+            al->touched = track_unique & TRACK_UNIQUE ? calloc(al->size / 256 + 1, 8) : NULL; // one bit a 4-byte word
         }
 }
 // Counters of the k-th allocation of a rank: id, policies read, policies written, unique bytes. Returns 0 past the end.

@@ -313,6 +313,7 @@ struct Machine {
     uint32_t track_unique, has_mail;
     uint64_t stalled;
     struct AdvMachine *adv;
+    struct Trace *trace; // NULL: no trace
 };
 
 // ---- op table -------------------------------------------------------------------------------------------------
@@ -410,6 +411,14 @@ int store_faulted(Machine *m, Wave *w, Alloc *al, uint64_t offset, uint32_t byte
 void drain_late_stores(Machine *m);
 uint64_t next_late_store(const Machine *m);
 uint64_t next_random(Machine *m);
+
+// trace.c
+enum { TRACK_UNIQUE = 1, TRACK_TRACE = 2 }; // flags of sim_run
+enum { TRACE_READ = 0, TRACE_WRITE = 1, TRACE_USE = 2 };
+void trace_start(Machine *m);
+void trace_free(Machine *m);
+void trace_access(Wave *w, const Ins *i, const Alloc *al, uint64_t offset, uint64_t bytes, int write);
+void trace_mfma(Wave *w, const Ins *i);
 
 // adversarial.c
 const Ins *adv_load(Wave *w, const Ins *i, const uint64_t *addr, uint64_t mask, uint32_t lds_base);

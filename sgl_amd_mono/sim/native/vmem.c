@@ -111,6 +111,7 @@ static int account(Wave *w, const Ins *i, const Lanes *p, Alloc *al, uint32_t by
     }
     if (unlikely(w->m->nstalls) && watch_access(w, i, al, p->a[0] - al->dev, write)) return 1;
     const uint64_t n = (uint64_t)__builtin_popcountll(p->mask) * bytes;
+    if (unlikely(w->m->trace != NULL) && !polled) trace_access(w, i, al, p->a[0] - al->dev, n, write);
     if (write) al->bytes_written[policy(i)] += n;
     else if (!polled) { al->bytes_read[policy(i)] += n; w->g->streamed += n; }
     if (unlikely(al->stamps != NULL)) {

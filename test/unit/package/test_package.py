@@ -133,7 +133,7 @@ def test_every_source_names_its_license():
 
 FLAG = re.compile(r"(?<![\w`-])--[a-z][a-z0-9-]+")
 OTHER_TOOLS_FLAGS = {"--no-deps", "--shm-size", "--check"}  # pip, docker, benchmarks
-CLI_COMMANDS = ("doctor", "compile", "simulate")
+CLI_COMMANDS = ("doctor", "compile", "simulate", "cost")
 
 
 def our_flags() -> set[str]:

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trial inputs of K1 and its run on the simulator, for the `cost` command and the tests.
+
+One rank, any geometry, pools with free strides and guard slots that no row names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sgl_amd_mono.common.build import Artifact, build
+from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, gdn_front
+
+LAYER = 5
+EPOCH = 7
+DEADLINE_TICKS = 5_000_000  # 50 ms of the virtual clock
+STATE_SCALE = 0.25  # of the SSM state, so that o is mostly read from it, as after many steps
+JUNK = -3.0  # outputs start with it, so that a value that was not written shows
+
+
+def bf16(generator: torch.Generator, *shape: int, scale: float, mean: float = 0.0) -> Tensor:
+    """Normal bf16 values."""
+    return (torch.randn(*shape, generator=generator) * scale + mean).to(torch.bfloat16)
+
+
+def make_weights(geometry: Geometry, seed: int) -> GdnWeights:
+    """Weights whose products have unit size, as a trained layer's."""
+    g, gen = geometry, torch.Generator().manual_seed(seed)
+    return GdnWeights(
+        norm_w=bf16(gen, g.hidden, scale=0.1),
+        w_qkvz=bf16(gen, g.qkvz_rows, g.hidden, scale=g.hidden**-0.5),
+        w_ba=bf16(gen, g.ba_rows, g.hidden, scale=g.hidden**-0.5),
+        conv_w=bf16(gen, g.conv_channels, 4, scale=0.4),
+        a_log=torch.randn(g.value_heads, generator=gen) * 0.5,
+        dt_bias=bf16(gen, g.value_heads, scale=0.5),
+        gnorm_w=bf16(gen, g.head_dim, scale=0.1, mean=1.0),
+    )
+
+
+@dataclass
+class K1Case:
+    """One launch's tensors. Slot 0 holds NaN; the pools have guard slots that no row names."""
+
+    key: gdn.GdnKey
+    weights: GdnWeights
+    hidden: Tensor
+    residual: Tensor | None
+    state_index: Tensor
+    conv_state: Tensor
+    ssm_state: Tensor
+    residual_out: Tensor = field(init=False)
+    core: Tensor = field(init=False)
+    scratch: Tensor = field(init=False)
+    peers: Tensor = field(init=False)
+    fault_blocks: list[Tensor] = field(init=False)
+    epoch: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        g, width = self.key.geometry, self.key.width
+        self.residual_out = torch.full((width, g.hidden), JUNK, dtype=torch.bfloat16)
+        self.core = torch.full((width, g.core_width), JUNK, dtype=torch.bfloat16)
+        self.scratch = torch.zeros(gdn.scratch_bytes(g, width), dtype=torch.uint8)
+        self.fault_blocks = [torch.zeros(FAULT_BLOCK_BYTES // 4, dtype=torch.int32) for _ in range(g.tp)]
+        self.peers = torch.tensor([b.data_ptr() for b in self.fault_blocks], dtype=torch.int64)
+        self.epoch = torch.tensor([EPOCH], dtype=torch.int32)
+
+    @property
+    def fault(self) -> FaultState:
+        """Decoded fault block of the rank that runs."""
+        return decode_fault_block(self.fault_blocks[0].tolist())
+
+    def naive(self, products: tuple[Tensor, Tensor] | None = None) -> GdnTrace:
+        """The definition's result, from the pools as they are now."""
+        return gdn_front(
+            self.key.geometry,
+            self.weights,
+            self.hidden,
+            self.residual,
+            self.state_index,
+            self.conv_state,
+            self.ssm_state,
+            round_beta=self.key.round_beta,
+            products=products,
+        )
+
+    def products(self) -> tuple[Tensor, Tensor]:
+        """(in_proj_qkvz, in_proj_ba) as the launch handed them over: PROJ, and the slices of LEFT and BA summed."""
+        g, width = self.key.geometry, self.key.width
+        regions = gdn.scratch_regions(g, width)
+
+        def values(name: str) -> Tensor:
+            offset, nbytes = regions[name]
+            return self.scratch[offset : offset + nbytes].view(torch.int32).view(-1, 2)[:, 0].contiguous()
+
+        parts = [values("PROJ").view(torch.bfloat16).view(width, -1)]
+        if g.leftover_groups:
+            parts.append(values("LEFT").view(torch.float32).view(width, -1, g.leftover_slices).sum(-1).bfloat16())
+        ba = values("BA").view(torch.float32).view(width, g.ba_rows, -1).sum(-1).bfloat16()
+        return torch.cat(parts, 1), ba
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Tensor arguments by ABI name."""
+        w = self.weights
+        return {
+            "hidden": self.hidden,
+            "residual": self.residual,
+            "norm_w": w.norm_w,
+            "w_qkvz": w.w_qkvz,
+            "w_ba": w.w_ba,
+            "conv_w": w.conv_w,
+            "a_log": w.a_log,
+            "dt_bias": w.dt_bias,
+            "gnorm_w": w.gnorm_w,
+            "conv_state": self.conv_state,
+            "ssm_state": self.ssm_state,
+            "state_index": self.state_index,
+            "residual_out": self.residual_out,
+            "core": self.core,
+            "scratch": self.scratch,
+            "peers": self.peers,
+            "epoch": self.epoch,
+        }
+
+    def arguments(
+        self, *, layer: int = LAYER, mode: int = 1, deadline_ticks: int = DEADLINE_TICKS, rank: int = 0
+    ) -> list[int]:
+        """Values in ABI order; tensors by address. `rank`: which of the fault blocks is the launch's own."""
+        args = gdn.launch_args(
+            self.key.geometry, **self.tensors(), rank=rank, layer_slot=layer, deadline_ticks=deadline_ticks, mode=mode
+        )
+        return [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+
+
+def make_case(
+    key: gdn.GdnKey,
+    seed: int = 0,
+    *,
+    pads: tuple[int, ...] = (),
+    weights: GdnWeights | None = None,
+    slots: int | None = None,
+    spread_strides: bool = False,
+) -> K1Case:
+    """Inputs of one launch. `pads`: rows with no state (0 and -1 in turn). `spread_strides`: conv pool with taps
+    outermost and an SSM pool with a gap between slots."""
+    g, width, gen = key.geometry, key.width, torch.Generator().manual_seed(1000 + seed)
+    slots = slots or width + 4
+    order = (torch.randperm(slots - 1, generator=gen)[:width] + 1).to(torch.int32)
+    for n, row in enumerate(pads):
+        order[row] = -(n % 2)
+    dtype = getattr(torch, key.state_dtype)
+    if spread_strides:
+        conv = torch.empty(slots, 3, g.conv_channels, dtype=torch.bfloat16).transpose(1, 2)
+        gap = torch.empty(slots, g.value_heads * g.head_dim * g.head_dim + 64, dtype=dtype)
+        ssm = gap[:, :-64].unflatten(1, (g.value_heads, g.head_dim, g.head_dim))
+    else:
+        conv = torch.empty(slots, g.conv_channels, 3, dtype=torch.bfloat16)
+        ssm = torch.empty(slots, g.value_heads, g.head_dim, g.head_dim, dtype=dtype)
+    conv.copy_(bf16(gen, *conv.shape, scale=1.0))
+    ssm.copy_(torch.randn(ssm.shape, generator=gen) * STATE_SCALE)
+    conv[0], ssm[0] = float("nan"), float("nan")
+    return K1Case(
+        key,
+        weights or make_weights(g, seed),
+        bf16(gen, width, g.hidden, scale=0.5),
+        None if key.first_layer else bf16(gen, width, g.hidden, scale=2.0),
+        order,
+        conv,
+        ssm,
+    )
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """(address, bytes) of the memory that a strided tensor reaches."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), reach * tensor.element_size()
+
+
+READONLY = (
+    *("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "conv_w", "a_log", "dt_bias", "gnorm_w"),
+    *("state_index", "peers", "epoch"),
+)
+
+
+def map_case(machine, case: K1Case, rank: int = 0) -> None:
+    """Register every tensor of a case with a simulated machine."""
+    g, width = case.key.geometry, case.key.width
+    regions = [(name, *place) for name, place in gdn.scratch_regions(g, width).items() if place[1]]
+    for name, tensor in case.tensors().items():
+        if tensor is None:
+            continue
+        address, nbytes = span(tensor)
+        if name == "scratch":
+            machine.map(rank, address, nbytes, name, kind="mailbox", regions=regions)
+        else:
+            machine.map(
+                rank, address, nbytes, name, kind="readonly" if name in (*READONLY, "peers", "epoch") else "plain"
+            )
+    for n, block in enumerate(case.fault_blocks):
+        machine.map(rank, *span(block), f"fault block of rank {n}", kind="peer")
+
+
+def run(case: K1Case, *, memory: str = "consistent", seed: int = 0, code=None, faults=(), machine=None, **arguments):
+    """Build the case's key, run it once on a simulated machine, return the report. `code` replaces the built code."""
+    from sgl_amd_mono.sim import CodeObject, Launch, Machine
+
+    artifact = built(case.key)
+    if machine is None:
+        machine = Machine(ranks=1, cus=max(256, case.key.grid), memory=memory, seed=seed)
+        map_case(machine, case)
+    for fault in faults:
+        machine.inject(fault)
+    code = code or CodeObject.parse(artifact.isa)
+    block = artifact.pack(case.arguments(**arguments))
+    return machine.launch([Launch(rank=0, code=code, grid=artifact.grid, block=artifact.block, kernargs=block)])
+
+
+def built(key: gdn.GdnKey) -> Artifact:
+    """The key's kernel, from the session's cache."""
+    return build(key)
