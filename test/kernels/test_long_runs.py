@@ -107,7 +107,6 @@ def fresh() -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
     return results
 
 
-@pytest.mark.xdist_group("soak")
 @pytest.mark.parametrize(
     ("seed", "launches"), [(SEEDS, SHORT), *(pytest.param(seed, LAUNCHES, marks=full) for seed in range(SEEDS))]
 )
@@ -129,7 +128,6 @@ def test_soak_of_mixed_widths(fresh: dict, seed: int, launches: int) -> None:
                 assert torch.equal(found, wanted), f"launch {number}, width {width}, rank {rank}"
 
 
-@pytest.mark.xdist_group("soak")
 def test_inputs_of_the_soak_differ(fresh: dict) -> None:
     """Control: a launch that left the outputs of an earlier one would be seen."""
     assert not torch.equal(fresh[8, 0][0], fresh[8, 1][0])
