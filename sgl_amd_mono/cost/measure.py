@@ -39,6 +39,8 @@ class Cost:
     buffer too. requests: (stage of the request, stage of the use, unique bytes) of all buffers but mailboxes, where
     bytes requested several times are shared out over their stages; a stage is the number of hops behind the wave.
     weights: requested bytes by buffer, stage and use, of the read-only arguments whose name begins with w.
+    bulk: regions that carry no tags of their own and are read, in that stage, behind another region's flag: one more
+    trip to memory after the hop. uses_seen: share of the requested weight bytes whose use was seen.
     """
 
     launch: str
@@ -65,8 +67,10 @@ class Cost:
     streamed: list[int]
     streamed_weights: list[int]
     chain: list[tuple[str, str]]
+    bulk: dict[int, tuple[str, ...]]
     requests: list[tuple[int, int, int]]
     weights: list[tuple[str, int, int, int]]
+    uses_seen: float
     roles: list[Role]
 
     @property
@@ -150,6 +154,7 @@ def of_report(
     used: Counter[tuple[str, int, int]] = Counter()
     mailbox_read: Counter[str] = Counter()
     by_group = [0] * launch.workgroups
+    bulk: dict[int, set[str]] = {}
     for c in trace:
         buffer = named(c.buffer)
         if c.kind == "use":
@@ -157,7 +162,10 @@ def of_report(
         elif c.kind == "read":
             requested[buffer, c.issue] += c.nbytes
             if c.region:
-                mailbox_read[c.region.removesuffix(".odd")] += c.nbytes
+                region = c.region.removesuffix(".odd")
+                mailbox_read[region] += c.nbytes
+                if region not in (*key.region_names, "fault") and c.policy != "plain":
+                    bulk.setdefault(c.issue, set()).add(region)
             if buffer in weights:
                 by_group[c.workgroup] += c.nbytes
     flows: Counter[tuple[str, int, int]] = Counter()
@@ -211,8 +219,11 @@ def of_report(
         streamed=launch.streamed_per_workgroup,
         streamed_weights=by_group,
         chain=chain,
+        bulk={stage: tuple(sorted(regions)) for stage, regions in sorted(bulk.items())},
         requests=sorted((i, u, n) for (i, u), n in requests.items()),
         weights=sorted((b, i, u, n) for (b, i, u), n in flows.items() if b in weights),
+        uses_seen=sum(n for (b, *_), n in used.items() if b in weights)
+        / max(1, sum(n for (b, _), n in requested.items() if b in weights)),
         roles=_roles(trace, weights),
     )
 

@@ -149,12 +149,15 @@ def render_one(cost: Cost, assume: Assumptions) -> str:
         f"  bytes a workgroup, min / median / max: {streams['min']:.0f} / {streams['median']:.0f} / "
         f"{streams['max']:.0f}; weights alone {weights['min']:.0f} / {weights['median']:.0f} / {weights['max']:.0f}",
         *_buffers(cost),
-        f"  longest chain: {cost.hops('device')} device and {cost.hops('cross')} cross-GPU hops",
+        f"  longest chain: {cost.hops('device')} device and {cost.hops('cross')} cross-GPU hops, "
+        f"{len(cost.bulk)} extra trips (bulk reads behind a flag); "
+        f"the use of {cost.uses_seen:.1%} of the weight bytes was seen",
     ]
     for k, (name, kind) in enumerate(cost.chain, 1):
         out.append(
             f"    {k}. {name:<8} {kind:<7} weights requested when it resolves {cost.requested_before(k):7.1%}; "
             f"in flight while it is awaited {cost.in_flight(k) / MB:.3f} MB"
+            + (f"; then a bulk read of {', '.join(cost.bulk[k])}" if k in cost.bulk else "")
         )
     if cost.routes is not None:
         picks = {e for row in cost.routes for e in row}
@@ -180,7 +183,8 @@ def render(costs: list[Cost], assume: Assumptions) -> str:
         "",
         "Counts are of rank 0, from a run on the simulator (consistent memory, a seeded schedule) with random inputs; "
         "scalar loads are not in the bytes.",
-        "A hop is one store and the successful load of it by another workgroup; a flag with its bulk read is one hop.",
+        "A hop is one store and the successful load of it by another workgroup; a flag with its bulk read is one "
+        "hop and one extra trip, which no model here pays for.",
         "fixed model: 5 us + unique MB / 6.4 + 2.1 us a device hop + 4.0 us a cross-GPU hop",
         "overlap model, every assumption:",
         *(f"  - {line}" for line in assume.lines()),

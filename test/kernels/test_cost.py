@@ -78,6 +78,12 @@ def test_a_chain_has_one_hop_less_than_workgroups(workgroups: int) -> None:
     assert found.longest_device_hops == workgroups - 1
 
 
+def test_an_extra_hop_is_seen() -> None:
+    """The same work with one more workgroup in the chain."""
+    hops = [ring(n).longest_device_hops for n in (4, 5)]
+    assert hops == [3, 4]
+
+
 def test_requests_before_and_behind_a_hop_are_told_apart() -> None:
     assert uses(ring(3)) == {(0, 0): 256, (0, 1): 256, (0, 2): 256}
     assert uses(ring(3, early="s_nop 0", late=LOAD)) == {(0, 0): 256, (1, 1): 256, (2, 2): 256}
@@ -122,6 +128,7 @@ def test_chains_of_the_kernels() -> None:
     assert k1().chain == [("PROJ", "device"), ("ONRM", "device")]
     assert [kind for _, kind in k2().chain] == ["cross", "device", "cross", "device", "cross"]
     assert [name for name, _ in k2().chain] == ["AR", "MSQ", "RLOG", "INTER", "FINAL"]
+    assert k1().bulk == {} and k2().bulk == {2: ("Z_HIGH", "Z_LOW")}  # behind MSQ's flag
 
 
 def test_weights_of_k1_are_requested_once_and_before_any_hop() -> None:
@@ -133,8 +140,8 @@ def test_weights_of_k1_are_requested_once_and_before_any_hop() -> None:
 
 
 def test_every_weight_byte_of_k2_is_followed_to_its_use() -> None:
-    """In the trace itself, before bytes of unseen use are put to the stage of their request."""
     cost = k2()
+    assert k1().uses_seen == cost.uses_seen == 1.0
     assert {"w13", "w2", "w_o", "w_sd", "w_sgu", "w_router"} <= set(cost.weight_names)
     assert all(issue < use for name, issue, use, _ in cost.weights if name in ("w2", "w_sd", "w_sgu"))
     assert all(issue == use for name, issue, use, _ in cost.weights if name in ("w13", "w_o"))
