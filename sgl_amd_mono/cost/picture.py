@@ -81,7 +81,7 @@ def _panel(cost: Cost, assume: Assumptions, top: float, us: float) -> tuple[list
 
     y = top + HEAD
     out.append(_text(12, y + 13, "memory, rank 0"))
-    out.append(_text(12, y + 26, f"{_megabytes(sum(s.nbytes for s in line.segments))} requested", kind="s"))
+    out.append(_text(12, y + 26, f"{_megabytes(sum(s.nbytes for s in line.segments))} unique", kind="s"))
     out.append(_bar(at(0), y, at(line.stages[0]) - at(0), "#dddddd", "launch"))
     names = ["start", *(name for name, _ in cost.chain)]
     for s in line.segments:
