@@ -140,16 +140,16 @@ def test_a_refused_configuration_ends_the_server(tmp_path: Path, model: Path, ca
 
 
 def broken_install(folder: Path, target: str) -> dict[str, str]:
-    """An environment in which our entry point names `target`, which cannot be loaded."""
+    """An environment whose only AMD plugin names `target`, which cannot be loaded; an installed one is kept out."""
     values, points = environment(folder), folder / "broken"
-    for name, path in (("harness_only", "helpers.server_plugins:harness_only"), ("sgl_amd_mono", target)):
+    for name, path in (("harness_only", "helpers.server_plugins:harness_only"), ("half_a_plugin", target)):
         metadata = points / f"{name}_test-0.dist-info"
         metadata.mkdir(parents=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}_test\nVersion: 0\n")
         (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {path}\n")
     (points / "half_a_plugin.py").write_text("import a_module_that_was_never_installed\n")
     values["PYTHONPATH"] = os.pathsep.join([str(points), values["PYTHONPATH"]])
-    return values | {"SGLANG_PLUGINS": "harness_only,sgl_amd_mono"}
+    return values | {"SGLANG_PLUGINS": "harness_only,half_a_plugin"}
 
 
 @pytest.mark.parametrize("spelling", ["flag", "old spelling"])
