@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
 from sgl_amd_mono.simulate import harness
-
-MAX_ROWS = 8
-"""Most requests of a batch."""
 
 CONTEXT_LENGTH = 128
 """Longest sequence, prompt and answer, in tokens."""
