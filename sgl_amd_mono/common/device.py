@@ -530,6 +530,7 @@ MX_BLOCK = 32  # elements that share one e8m0 scale
 MX_CODE_MIN, MX_CODE_MAX = 1, 253
 _E2M1_MAX_LOG2 = 2  # 6 = 1.5 * 2**2
 _F32_HALF_MANTISSA = 0x400000  # the mantissa bits of 1.5
+_F32_QUARTER_MANTISSA = 0x200000  # added to the bits of an f32, it carries into the exponent from 1.75 on
 
 
 def mxfp4_code(amax: fx.Float32) -> fx.Int32:
@@ -545,6 +546,30 @@ def mxfp4_code(amax: fx.Float32) -> fx.Int32:
     code = exponent + above - _E2M1_MAX_LOG2
     code = select(compare("slt", code, I32(MX_CODE_MIN)), I32(MX_CODE_MIN), code)
     return select(compare("sgt", code, I32(MX_CODE_MAX)), I32(MX_CODE_MAX), code)
+
+
+def mxfp4_code_even(amax: fx.Float32) -> fx.Int32:
+    """e8m0 code of a block as AITER's ``dynamic_mxfp4_quant`` picks it, the one before SGLang's MXFP4 linears.
+
+    The exponent of ``amax`` rounded to a power of two (up from 1.75 times one), less 2, in 1..253: scaled, the largest
+    magnitude lies in [3.5, 7). AITER has code 0 where amax < 1.75 * 2**-125, which is 1 here.
+    """
+    bits = bitcast(amax, I32) + I32(_F32_QUARTER_MANTISSA)
+    code = (shift_right_logical(bits, I32(23)) & 0xFF) - _E2M1_MAX_LOG2
+    return select(compare("slt", code, I32(MX_CODE_MIN)), I32(MX_CODE_MIN), code)
+
+
+def mxfp4_quantize_block(words: Sequence[fx.Int32]) -> tuple[Any, fx.Int32]:
+    """MXFP4 of a lane's own block: 16 words of 32 bf16 -> (four words of e2m1, code by ``mxfp4_code_even``).
+
+    This is the lane's operand of ``mfma_mxfp4`` where the block is row l % 16, columns 32 * (l / 16) .. + 31.
+    """
+    values = [value for word in words for value in f32_from_bf16_pair(word)]
+    amax = F32(0.0)
+    for value in values:
+        amax = maximum(amax, intrinsic("llvm.fabs.f32", F32, [value]))
+    code = mxfp4_code_even(amax)
+    return vector_from([mxfp4_pack8(values[8 * i : 8 * i + 8], code) for i in range(4)]), code
 
 
 def mxfp4_pack8(values: Sequence[fx.Float32], code: fx.Int32) -> fx.Int32:

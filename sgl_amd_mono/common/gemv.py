@@ -22,6 +22,8 @@ TILE_ROWS = 16
 BF16_TILE_K = 32  # columns of a bf16 tile
 BF16_TILE_BYTES = 2 * BF16_TILE_K  # from a tile to the next along a row
 MX_TILE_K = 128  # columns of an MXFP4 tile
+MX_ROW_BYTES = MX_TILE_K // 2  # from a tile to the next along a row of a plain (not shuffled) MXFP4 matrix
+MX_ROW_CODES = MX_TILE_K // d.MX_BLOCK  # codes of a row in one tile
 LANE_BYTES = 16  # of a tile, a lane
 MX_TILE_BYTES = 64 * LANE_BYTES  # an MXFP4 tile is contiguous in the shuffled layout
 MX_SCALE_BYTES = 64 * 4  # scale words of two tiles of two row groups
@@ -77,6 +79,36 @@ def load_mxfp4_scales(scales: d.Buffer, offset: int, scalar: Any = 0) -> Any:
     ``2 * (t % 2) + r % 2`` of lane l's word is the code of its 32 weights.
     """
     return scales.load(d.lane_id() * 4 + offset, d.I32, d.NT, scalar=scalar)
+
+
+def load_plain_mxfp4_tile(rows: d.Buffer, lane_bytes: Any, tile: int, cache: Any = d.NT, scalar: Any = 0) -> Any:
+    """Issue the load of an MXFP4 tile of a plain matrix, uint8 [N, K/2] as Quark stores it: 64 bytes of each row.
+
+    ``lane_bytes`` as ``bf16_lane_bytes(K / 2)`` gives it: a lane's 16 bytes lie as in a bf16 tile.
+    """
+    return rows.load(lane_bytes + tile * MX_ROW_BYTES, d.vec(d.I32, 4), cache, scalar=scalar)
+
+
+def load_plain_mxfp4_codes(codes: d.Buffer, offset: Any, tiles: int, scalar: Any = 0) -> list[Any]:
+    """Issue the loads of the codes of ``tiles`` tiles of this lane's row of a plain scale, uint8 [N, K/32].
+
+    ``offset``: of the row's first code, a multiple of 4 (8 and 16 where ``tiles`` allow wider loads). Returns a word a
+    tile; ``plain_mxfp4_code`` takes the lane's code of it.
+    """
+    words: list[Any] = []
+    while len(words) < tiles:
+        left = tiles - len(words)
+        each = 4 if left % 4 == 0 else 2 if left % 2 == 0 else 1
+        like = d.vec(d.I32, each) if each > 1 else d.I32
+        value = codes.load(offset + len(words) * MX_ROW_CODES, like, d.NT, scalar=scalar)
+        words += [d.vector_element(value, i) for i in range(each)] if each > 1 else [value]
+    return words
+
+
+def plain_mxfp4_code(word: Any) -> Any:
+    """The lane's own code in byte 0: ``word`` holds those of the tile's four blocks of its row."""
+    _, part = operand_lane()
+    return d.shift_right_logical(word, part << 3)
 
 
 def multiply_bf16(tiles: Sequence[Any], activations: Sequence[Any], acc: Any = None) -> Any:

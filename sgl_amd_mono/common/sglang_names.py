@@ -196,6 +196,11 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "QuarkW4A4MXFp4MoE.intermediate_pad",
         "QuarkW4A4MXFp4MoE.hidden_pad",
     ),
+    "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4": (
+        "QuarkW4A4MXFP4.weight",
+        "QuarkW4A4MXFP4.weight_scale",
+        "QuarkW4A4MXFP4.use_aiter_asm_fp4_gemm",
+    ),
     "sglang.srt.layers.quantization.unquant": ("UnquantizedLinearMethod.weight",),
     "sglang.srt.layers.linear": ("ColumnParallelLinear.bias", "RowParallelLinear.bias", "ReplicatedLinear.bias"),
     "sglang.srt.layers.layernorm": (

@@ -139,7 +139,11 @@ class MoeView:
 
 @dataclass(frozen=True)
 class GdnView:
-    """A GDN layer. `conv_bias` is the conv's bias or None; `gated_norm_*` describe the norm after the recurrence."""
+    """A GDN layer. `conv_bias` is the conv's bias or None; `gated_norm_*` describe the norm after the recurrence.
+
+    `*_scale` are the block scales of a quantised projection, or None. `shuffled` names the projections whose quantised
+    weight lies in the layout of AITER's assembly GEMM: its dtype and shape are those of the plain one.
+    """
 
     layer: int
     module: Any = field(repr=False)
@@ -162,12 +166,19 @@ class GdnView:
     gated_norm_before_gate: bool
     out: torch.Tensor | None
     moe: MoeView
+    qkvz_scale: torch.Tensor | None = None
+    ba_scale: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+    shuffled: tuple[str, ...] = ()
     kind: str = "gdn"
 
 
 @dataclass(frozen=True)
 class AttentionView:
-    """A full-attention layer. `core_width` is the width of its output projection's input, per rank."""
+    """A full-attention layer. `core_width` is the width of its output projection's input, per rank.
+
+    `out_scale` and `shuffled` as in `GdnView`.
+    """
 
     layer: int
     module: Any = field(repr=False)
@@ -179,6 +190,8 @@ class AttentionView:
     has_output_gate: bool
     out: torch.Tensor | None
     moe: MoeView
+    out_scale: torch.Tensor | None = None
+    shuffled: tuple[str, ...] = ()
     kind: str = "attention"
 
 
@@ -212,6 +225,15 @@ def _weight(module: Any) -> torch.Tensor | None:
     return None if module is None else getattr(module, "weight", None)
 
 
+def _scale(module: Any) -> torch.Tensor | None:
+    return getattr(module, "weight_scale", None)
+
+
+def _shuffled(**projections: Any) -> tuple[str, ...]:
+    """Names of the projections whose weight SGLang has shuffled for AITER's assembly GEMM."""
+    return tuple(name for name, module in projections.items() if getattr(module, "use_aiter_asm_fp4_gemm", False))
+
+
 def _read_layer(layer: Any) -> GdnView | AttentionView:
     common: dict[str, Any] = {
         "layer": int(layer.layer_id),
@@ -229,6 +251,8 @@ def _read_layer(layer: Any) -> GdnView | AttentionView:
             core_width=int(layer.q_size),
             has_output_gate=bool(layer.attn_output_gate),
             out=_weight(layer.o_proj),
+            out_scale=_scale(layer.o_proj),
+            shuffled=_shuffled(o_proj=layer.o_proj),
         )
     norm = gdn.norm
     return GdnView(
@@ -247,6 +271,10 @@ def _read_layer(layer: Any) -> GdnView | AttentionView:
         gated_norm_groups=norm.group_size,
         gated_norm_before_gate=bool(norm.norm_before_gate),
         out=_weight(gdn.out_proj),
+        qkvz_scale=_scale(gdn.in_proj_qkvz),
+        ba_scale=_scale(gdn.in_proj_ba),
+        out_scale=_scale(gdn.out_proj),
+        shuffled=_shuffled(in_proj_qkvz=gdn.in_proj_qkvz, in_proj_ba=gdn.in_proj_ba, out_proj=gdn.out_proj),
     )
 
 

@@ -357,6 +357,7 @@ def operations() -> dict[str, Callable[[Any, Any, Any, Any], Any]]:
                 d.f32_from_bf16_pair(d.bitcast(a, d.I32))[1] + d.f32_from_bf16_pair(d.bitcast(b, d.I32))[0]
             ),
             "code": lambda d, a, b, t: d.mxfp4_code(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
+            "code_even": lambda d, a, b, t: d.mxfp4_code_even(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
             "fma": lambda d, a, b, t: d.fma(a, b, a),
             "maximum": lambda d, a, b, t: d.maximum(a, b),
             "exp": lambda d, a, b, t: d.exp(a),

@@ -18,6 +18,15 @@ def block_codes(x: np.ndarray) -> np.ndarray:
     return np.clip(code, 1, 253)
 
 
+def block_codes_even(x: np.ndarray) -> np.ndarray:
+    """e8m0 codes [..., K / 32] of f32 rows: the power of two that the largest magnitude rounds to (up from 1.75 times
+    one), less 2 in the exponent; at least 1."""
+    blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, BLOCK).max(-1).astype(np.float64)
+    mantissa, exponent = np.frexp(np.where(np.isinf(blocks), 2.0**128, blocks))  # mantissa in [0.5, 1)
+    power = exponent - 1 + (mantissa >= 0.875)
+    return np.where(blocks == 0, 1, np.clip(power - 2 + 127, 1, None))
+
+
 def nibbles(x: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """e2m1 codes [..., K] of f32 rows: nearest, ties to the even code, saturating at 6."""
     scale = np.exp2(codes.astype(np.float64) - 127).repeat(BLOCK, -1)

@@ -137,15 +137,17 @@ def test_arithmetic_forms(results: dict[str, np.ndarray], data: Any) -> None:
 
 
 def test_mx_codes_are_exact_everywhere() -> None:
-    """All exponents, with the mantissas around 1.0, 1.5 and 2.0 where the rounded quotient's code could change."""
-    mantissas = np.array([0, 1, 2, 0x3FFFFE, 0x3FFFFF, 0x400000, 0x400001, 0x400002, 0x7FFFFE, 0x7FFFFF], np.uint32)
+    """All exponents, with the mantissas around 1.0, 1.5, 1.75 and 2.0 where a code could change."""
+    mantissas = [0, 1, 2, 0x3FFFFE, 0x3FFFFF, 0x400000, 0x400001, 0x400002, 0x7FFFFE, 0x7FFFFF]
+    mantissas = np.array([*mantissas, 0x5FFFFE, 0x5FFFFF, 0x600000, 0x600001], np.uint32)
     bits = (np.arange(255, dtype=np.uint32)[:, None] << 23 | mantissas).ravel()
     bits = np.concatenate([bits, np.full(-len(bits) % 512, 0x7F800000, np.uint32)])  # filled up with infinity
     for start in range(0, len(bits), 512):
         amax = f32(bits[start : start + 512])
-        got = run_operations(amax, amax)["code"]
-        expected = mx.block_codes(np.repeat(amax[:, None], 32, 1)).ravel()
-        assert np.array_equal(got, expected), amax[got != expected]
+        results = run_operations(amax, amax)
+        for name, codes in (("code", mx.block_codes), ("code_even", mx.block_codes_even)):
+            expected = codes(np.repeat(amax[:, None], 32, 1)).ravel()
+            assert np.array_equal(results[name], expected), (name, amax[results[name] != expected])
 
 
 @pytest.mark.parametrize("memory", MODELS)

@@ -101,6 +101,18 @@ def test_scale_code_is_the_rounded_up_power_of_two() -> None:
     assert torch.equal(layout.scale_code(amax), expected.int())
 
 
+def test_even_scale_code_is_the_nearest_power_of_two_from_1_75() -> None:
+    """Scaled by the code, the largest magnitude lies in [3.5, 7)."""
+    bits = torch.randint(3 << 23, 0x7F800000, (200_000,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x7FFFFF], dtype=torch.int32)
+    edges = torch.arange(3, 255, dtype=torch.int32)[:, None] * (1 << 23) + mantissas
+    amax = torch.cat([bits, edges.flatten()]).view(torch.float32)
+    scaled = amax.double() * torch.exp2(127.0 - layout.scale_code_even(amax).double())
+    assert ((scaled >= 3.5) & (scaled < 7)).all()
+    assert layout.scale_code_even(torch.tensor([0.0, 2.0**-126, 6.0, 6.99, 7.0])).tolist() == [1, 1, 127, 127, 128]
+    assert not torch.equal(layout.scale_code_even(amax), layout.scale_code(amax)), "the two roundings differ"
+
+
 def nearest_e2m1(value: Fraction) -> set[float]:
     """Magnitudes nearest to |value|, saturating at 6; of two, the even code."""
     codes = sorted(range(8), key=lambda c: (abs(Fraction(layout.E2M1[c]) - min(abs(value), Fraction(6))), c % 2))

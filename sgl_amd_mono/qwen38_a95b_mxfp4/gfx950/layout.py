@@ -7,6 +7,8 @@ An MXFP4 matrix of N rows and K columns is uint8 [N, K/2] (even column = low nib
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 MX_BLOCK = 32  # columns that share one e8m0 code
@@ -77,6 +79,16 @@ def scale_code(amax: torch.Tensor) -> torch.Tensor:
     return (((bits + 0x3FFFFF) >> 23) - 2).clamp(CODE_MIN, CODE_MAX)
 
 
+def scale_code_even(amax: torch.Tensor) -> torch.Tensor:
+    """The e8m0 code (int32) that AITER's `dynamic_mxfp4_quant` gives a block, the one before SGLang's MXFP4 linears.
+
+    The exponent of `amax` (f32) rounded to a power of two, up from 1.75 times one, minus 2; at least 1 (AITER: 0, which
+    differs where amax < 1.75 * 2^-125).
+    """
+    bits = amax.float().contiguous().view(torch.int32)
+    return ((((bits + 0x200000) >> 23) & 0xFF) - 2).clamp(min=CODE_MIN)
+
+
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Nibbles (uint8) of e2m1, round to nearest even, saturating at 6, the sign of a zero kept; input any float."""
     magnitude = values.abs().double()
@@ -88,12 +100,17 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     return (nibble.to(torch.uint8)) | (torch.signbit(values).to(torch.uint8) << 3)
 
 
-def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise f32 (or bf16) [.., K] by blocks of 32 columns: packed uint8 [.., K/2] and codes uint8 [.., K/32]."""
+def quantize_mxfp4(
+    x: torch.Tensor, code: Callable[[torch.Tensor], torch.Tensor] = scale_code
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise f32 (or bf16) [.., K] by blocks of 32 columns: packed uint8 [.., K/2] and codes uint8 [.., K/32].
+
+    `code` picks a block's code from its largest magnitude: `scale_code` (experts) or `scale_code_even` (linears).
+    """
     if x.shape[-1] % MX_BLOCK:
         raise ValueError(f"{x.shape[-1]} columns do not divide into MX blocks of {MX_BLOCK}")
     blocks = x.float().reshape(*x.shape[:-1], -1, MX_BLOCK)
-    codes = scale_code(blocks.abs().amax(-1))
+    codes = code(blocks.abs().amax(-1))
     scaled = blocks.double() * torch.exp2(127.0 - codes.double()).unsqueeze(-1)
     nibbles = encode_e2m1(scaled).reshape(x.shape)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), codes.to(torch.uint8)
