@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "test")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from helpers.triton_sim import SimulatorDriver, activate  # noqa: E402
+
+from sgl_amd_mono.sim.triton_driver import SimulatorDriver, activate  # noqa: E402
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 ROWS, COLUMNS, INNER, EXPERTS, TOP_K = 40, 96, 512, 4, 2
@@ -170,10 +171,10 @@ def main() -> int:
     ]
     missed = 0
     for name, run, bound in kernels:
-        before = len(driver.ran)
+        before = len(driver.launches)
         got, want = run()
         error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
-        executed = sum(ran.report.wave_instructions for ran in driver.ran[before:])
+        executed = sum(launch.wave_instructions for launch in driver.launches[before:])
         missed += error > bound
         verdict = "ok" if error <= bound else "MISSED"
         print(f"{name:36} error {error:.2e} (bound {bound:.1e}) {executed:8} wave-instructions  {verdict}", flush=True)

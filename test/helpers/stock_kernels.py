@@ -178,7 +178,7 @@ def _main(kernel: str, source: str, target: str) -> None:
     import torch
 
     _pretend_gpu()
-    from helpers.triton_sim import activate
+    from sgl_amd_mono.sim.triton_driver import activate
 
     driver = activate()
     from sgl_amd_mono.simulate.harness import prepare
@@ -186,7 +186,7 @@ def _main(kernel: str, source: str, target: str) -> None:
     prepare()  # import-only stubs of packages that need a GPU
     run = {"gdn_decode": gdn_decode, "gdn_prefill": gdn_prefill, "decode_attention": decode_attention}[kernel]
     outputs = run(torch.load(source))
-    instructions = [(ran.name, ran.report.wave_instructions) for ran in driver.ran]
+    instructions = [(launch.name, launch.wave_instructions) for launch in driver.launches]
     torch.save({**outputs, "instructions": instructions}, target)
 
 

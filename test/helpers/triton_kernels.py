@@ -83,3 +83,21 @@ def histogram(x, counts, n, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
     tl.atomic_add(counts + tl.load(x + index, mask=mask, other=0), 1, mask=mask)
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": 64}, num_warps=1), triton.Config({"BLOCK": 256}, num_warps=4)], key=["n"]
+)
+@triton.jit
+def tuned_double(x, out, n, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, tl.load(x + index, mask=index < n) * 2, mask=index < n)
+
+
+@triton.jit
+def add_pair(pair, out, n, BLOCK: tl.constexpr):
+    """pair: a tuple of two pointers and a float: out = x + y * factor."""
+    index = tl.arange(0, BLOCK)
+    x = tl.load(pair[0] + index, mask=index < n)
+    y = tl.load(pair[1] + index, mask=index < n)
+    tl.store(out + index, x + y * pair[2], mask=index < n)

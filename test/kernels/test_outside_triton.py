@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers.triton_sim import SimulatorDriver, activate, deactivate
+
+from sgl_amd_mono.sim.triton_driver import SimulatorDriver, activate, deactivate
 
 MEMORY_MODELS = ("consistent", "adversarial")
 
