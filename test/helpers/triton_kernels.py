@@ -68,6 +68,34 @@ B_PACK: tl.constexpr,
 
 
 @triton.jit
+def layer_norm(x, out, weight, bias, means, rstds, columns, eps, BLOCK: tl.constexpr):
+    """One row a program, in pieces of BLOCK columns: mean, then variance about it, then the scaled row; f32 inside."""
+    row = tl.program_id(0)
+    x += row * columns
+    out += row * columns
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        total += tl.load(x + index, mask=index < columns, other=0.0).to(tl.float32)
+    mean = tl.sum(total, axis=0) / columns
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        value = tl.load(x + index, mask=index < columns, other=0.0).to(tl.float32)
+        value = tl.where(index < columns, value - mean, 0.0)
+        squares += value * value
+    rstd = 1 / tl.sqrt(tl.sum(squares, axis=0) / columns + eps)
+    tl.store(means + row, mean)
+    tl.store(rstds + row, rstd)
+    for first in range(0, columns, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        mask = index < columns
+        value = tl.load(x + index, mask=mask, other=0.0).to(tl.float32)
+        scaled = (value - mean) * rstd * tl.load(weight + index, mask=mask) + tl.load(bias + index, mask=mask)
+        tl.store(out + index, scaled.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def sum_and_scan(x, sums, scans, largest, columns, BLOCK: tl.constexpr):
     """Row sums, running sums and the position of the maximum of integers: reductions over lanes and waves."""
     row = tl.program_id(0)

@@ -58,6 +58,62 @@ def test_matmul(driver: SimulatorDriver, dtype: torch.dtype, warps: int) -> None
     assert torch.equal(c, a.float() @ b.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("warps", [1, 4])
+def test_matmul_in_fp8(driver: SimulatorDriver, dtype: torch.dtype, warps: int) -> None:
+    """Small integers, which both formats hold exactly; the product runs in the fp8 MFMA of gfx950."""
+    from helpers.triton_kernels import matmul
+
+    generator = torch.Generator().manual_seed(9)
+    m, n, k = 70, 50, 192
+    a = torch.randint(-4, 5, (m, k), generator=generator).to(dtype)
+    b = torch.randint(-4, 5, (k, n), generator=generator).to(dtype)
+    c = torch.zeros(m, n)
+    matmul[(3, 2)](a, b, c, m, n, k, BM=32, BN=32, BK=128, num_warps=warps)
+    assert torch.equal(c, a.float() @ b.float())
+    assert driver.ran[-1].report.launches[0].instructions["mfma"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_products_keep_every_bit(driver: SimulatorDriver, dtype: torch.dtype) -> None:
+    """Every finite code of the format times one: the values come out as PyTorch reads them."""
+    from helpers.triton_kernels import matmul
+
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    codes = torch.where(codes.float().isfinite(), codes.float(), torch.zeros(())).to(dtype)
+    a = torch.zeros(32, 32 * 8, dtype=dtype)
+    a.view(-1)[:256] = codes  # row 0; the other rows are zero
+    b = torch.zeros(256, 32, dtype=dtype)
+    c = torch.zeros(32, 32)
+    for first in range(0, 256, 32):
+        b.zero_()
+        b[first : first + 32] = torch.eye(32).to(dtype)
+        matmul[(1, 1)](a, b, c, 32, 32, 256, BM=32, BN=32, BK=128)
+        assert torch.equal(c[0], codes[first : first + 32].float())
+        assert (c[1:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layer_norm(driver: SimulatorDriver, dtype: torch.dtype) -> None:
+    from helpers.triton_kernels import layer_norm
+
+    rows, columns, eps = 6, 1151, 1e-5
+    generator = torch.Generator().manual_seed(10)
+    x = (torch.randn(rows, columns, generator=generator) * 2 - 0.5).to(dtype)
+    weight, bias = torch.rand(columns, generator=generator), torch.randn(columns, generator=generator)
+    out, means, rstds = torch.zeros_like(x), torch.zeros(rows), torch.zeros(rows)
+    layer_norm[(rows,)](x, out, weight, bias, means, rstds, columns, eps, BLOCK=256)
+    exact = x.double()
+    variance, mean = torch.var_mean(exact, dim=1, correction=0)
+    want = torch.nn.functional.layer_norm(exact, (columns,), weight.double(), bias.double(), eps)
+    # sums of 1151 squares in f32, a root and a division: some 2^-24 each
+    assert ((means - mean).abs() < 2e-6).all()
+    assert ((rstds * (variance + eps).sqrt() - 1).abs() < 2e-6).all()
+    # an output is a sum of two terms of up to 4: the half unit of its type, and a few roundings of f32
+    allowed = want.abs() * torch.finfo(dtype).eps / 2 * 1.001 + 8 * 2.0**-22
+    assert ((out.double() - want).abs() <= allowed).all()
+
+
 def test_matmul_rounds_as_f32_sums_do(driver: SimulatorDriver) -> None:
     from helpers.triton_kernels import matmul
 
@@ -143,3 +199,35 @@ def test_a_wrong_constant_in_the_machine_code_is_seen(driver: SimulatorDriver, m
     out = torch.zeros(256)
     vector_add[(1,)](x, y, out, 255, BLOCK=256)  # another specialisation, so that it is parsed anew
     assert not torch.equal(out[:255], (x + y)[:255])
+
+
+def test_the_other_fp8_format_in_the_machine_code_is_seen(
+    driver: SimulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the MFMA reads its e4m3 operands as e5m2."""
+    from helpers.triton_kernels import matmul
+
+    from sgl_amd_mono.sim import CodeObject
+
+    parse = CodeObject.parse
+    monkeypatch.setattr(CodeObject, "parse", lambda text: parse(text.replace("_fp8_fp8", "_bf8_bf8")))
+    generator = torch.Generator().manual_seed(11)
+    a, b = (torch.randint(-4, 5, (32, 32), generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    c = torch.zeros(32, 32)
+    matmul[(1, 1)](a, b, c, 32, 32, 32, BM=32, BN=32, BK=32)  # a specialisation of its own, so that it is parsed anew
+    assert not torch.equal(c, a.float() @ b.float())
+
+
+def test_a_wrong_root_in_the_layer_norm_is_seen(driver: SimulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the root of the variance is left out."""
+    from helpers.triton_kernels import layer_norm
+
+    from sgl_amd_mono.sim import CodeObject
+
+    parse = CodeObject.parse
+    monkeypatch.setattr(CodeObject, "parse", lambda text: parse(text.replace("v_sqrt_f32_e32", "v_mov_b32_e32")))
+    x = torch.randn(1, 640, generator=torch.Generator().manual_seed(12)) * 3
+    ones, zeros = torch.ones(640), torch.zeros(640)
+    out, means, rstds = torch.zeros_like(x), torch.zeros(1), torch.zeros(1)
+    layer_norm[(1,)](x, out, ones, zeros, means, rstds, 640, 1e-5, BLOCK=512)
+    assert (out - torch.nn.functional.layer_norm(x, (640,))).abs().max() > 0.1
