@@ -16,7 +16,7 @@ MEMORY_MODELS = ("consistent", "adversarial")
 
 @pytest.fixture(params=MEMORY_MODELS)
 def driver(request: pytest.FixtureRequest) -> Iterator[SimulatorDriver]:
-    yield activate(request.param, seed=3)
+    yield activate(request.param, seed=3, keep_reports=True)
     deactivate()  # other tests of this process must not find a GPU
 
 
@@ -71,7 +71,7 @@ def test_matmul_in_fp8(driver: SimulatorDriver, dtype: torch.dtype, warps: int) 
     c = torch.zeros(m, n)
     matmul[(3, 2)](a, b, c, m, n, k, BM=32, BN=32, BK=128, num_warps=warps)
     assert torch.equal(c, a.float() @ b.float())
-    assert driver.ran[-1].report.launches[0].instructions["mfma"] > 0
+    assert driver.launches[-1].report.launches[0].instructions["mfma"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
