@@ -3,109 +3,95 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers.stock_kernels import run_stock
+from helpers import noise
+from helpers.stock_gates import front_failures, norm_failures
+from helpers.stock_kernels import PLANTS, run_stock
 
-KEY_HEADS, VALUE_HEADS, HEAD, ROWS, SLOTS = 2, 16, 128, 3, 6
-CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * HEAD
-EPS, SOFTPLUS_LIMIT, L2_EPS = 1e-6, 20.0, 1e-6
-
-
-def _inputs(state_dtype: torch.dtype) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(31)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
-    return {
-        "mixed_qkv": normal(ROWS, CHANNELS).bfloat16(),
-        # The state pool keeps channels innermost, as SGLang's does.
-        "conv_state": normal(SLOTS, 3, CHANNELS).bfloat16().transpose(1, 2),
-        "conv_weight": normal(CHANNELS, 4, scale=0.5).bfloat16(),
-        "a": normal(ROWS, VALUE_HEADS).bfloat16(),
-        "b": normal(ROWS, VALUE_HEADS).bfloat16(),
-        "A_log": normal(VALUE_HEADS, scale=0.3),
-        "dt_bias": normal(VALUE_HEADS, scale=0.3),
-        "z": normal(ROWS, VALUE_HEADS, HEAD).bfloat16(),
-        "norm_weight": 1 + normal(HEAD, scale=0.1),
-        "ssm_state": normal(SLOTS, VALUE_HEADS, HEAD, HEAD, scale=0.2).to(state_dtype),
-        "state_indices": torch.tensor([4, 1, 3], dtype=torch.int32),
-        "scale": HEAD**-0.5,
-        "eps": EPS,
-    }
+HEAD, L2_EPS = 128, 1e-6
+SHAPE_IDS = [shape.name.replace(" ", "-") for shape in noise.SHAPES]
+DTYPES = [torch.float32, torch.bfloat16]
+# What the HIP branch launches with: kernel, grid at 8 rows of the A95B shape, threads a workgroup.
+A95B_LAUNCHES = [
+    ("fused_qkvzba_split_reshape_cat_contiguous_kernel", (8, 2, 1), 256),
+    ("_causal_conv1d_update_kernel", (8, 10, 1), 256),
+    ("fused_recurrent_gated_delta_rule_packed_decode_kernel", (4, 128, 1), 64),
+    ("_layer_norm_fwd_1pass_kernel", (128, 1, 1), 64),
+]
 
 
-def _conv(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(convolved rows in float64 before rounding, conv state after); the kernel multiplies in bf16, so every product
-    is rounded.
-    """
-    slots = given["state_indices"].long()
-    window = torch.cat([given["conv_state"][slots], given["mixed_qkv"][:, :, None]], dim=2)
-    total = (window * given["conv_weight"]).double().sum(2)
-    after = given["conv_state"].clone()
-    after[slots] = window[:, :, 1:]
-    return total * torch.sigmoid(total), after
+def _front(shape: noise.Shape, rows: int, dtype: torch.dtype, seed: int) -> None:
+    given = noise.inputs(shape, rows, dtype, seed)
+    failures, counts, error = front_failures(given, run_stock("gdn_front", given))
+    print(*counts, f"f32 state: {error:.2e} of its head's largest", sep="\n")
+    assert not failures, failures
 
 
-def _delta_rule(given: dict[str, Any], qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(core, state after) in float64 from the convolved bf16 rows; beta is rounded to bf16, as the packed kernel
-    does.
-    """
-    rows = qkv.double()
-    q, k, v = rows.split([KEY_HEADS * HEAD, KEY_HEADS * HEAD, VALUE_HEADS * HEAD], dim=1)
-    group = VALUE_HEADS // KEY_HEADS
-    q, k = (x.view(ROWS, KEY_HEADS, HEAD).repeat_interleave(group, dim=1) for x in (q, k))
-    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
-    v = v.view(ROWS, VALUE_HEADS, HEAD)
-    x = given["a"].double() + given["dt_bias"].double()
-    softplus = torch.where(x <= SOFTPLUS_LIMIT, torch.log1p(torch.exp(x)), x)
-    decay = torch.exp(-torch.exp(given["A_log"].double()) * softplus)
-    beta = torch.sigmoid(given["b"].float()).bfloat16().double()
-    slots = given["state_indices"].long()
-    state = given["ssm_state"][slots].double() * decay[:, :, None, None]
-    residual = (v - torch.einsum("rhvk,rhk->rhv", state, k)) * beta[:, :, None]
-    state = state + residual[..., None] * k[:, :, None, :]
-    return torch.einsum("rhvk,rhk->rhv", state, q * given["scale"]), state
+@pytest.mark.xdist_group("stock")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", noise.SHAPES, ids=SHAPE_IDS)
+def test_stock_gdn_kernels(shape: noise.Shape, dtype: torch.dtype) -> None:
+    """Split, conv update, packed delta rule and gated norm at the models' shapes, 8 rows of which one is a pad."""
+    _front(shape, 8, dtype, seed=31)
 
 
-def _gated(given: dict[str, Any], core: torch.Tensor) -> torch.Tensor:
-    x, z = core.double(), given["z"].double()
-    normed = x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * given["norm_weight"].double()
-    return normed * z * torch.sigmoid(z)
+@pytest.mark.full
+@pytest.mark.xdist_group("stock")
+@pytest.mark.parametrize("rows", range(1, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", noise.SHAPES, ids=SHAPE_IDS)
+def test_stock_gdn_kernels_at_all_widths(shape: noise.Shape, dtype: torch.dtype, rows: int) -> None:
+    _front(shape, rows, dtype, seed=100 + rows)
 
 
-def _assert_bf16(got: torch.Tensor, want: torch.Tensor, differ: float) -> None:
-    """bf16 results equal the rounded float64 ones but for a few ties, which are next to them."""
-    rounded = want.bfloat16()
-    wrong = got != rounded
-    assert wrong.float().mean() <= differ, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-    # The difference of a flipped rounding: one unit in the last place, 2^-7 of the value at most, and the noise of
-    # f32 sums.
-    assert ((got.double() - want).abs() <= want.abs() * 2**-7 + 1e-5).all()
+@pytest.mark.xdist_group("stock")
+@pytest.mark.parametrize("first_layer", [False, True], ids=["residual", "first"])
+@pytest.mark.parametrize("shape", noise.SHAPES[:2], ids=["8192", "5120"])
+def test_stock_gemma_norm(shape: noise.Shape, first_layer: bool) -> None:
+    given = noise.norm_inputs(shape, 8, seed=34, first_layer=first_layer)
+    failures, counts = norm_failures(given, run_stock("gemma_norm", given))
+    print(*counts)
+    assert not failures, failures
+    wrong, _ = norm_failures({**given, "eps": 1e-2}, run_stock("gemma_norm", given))
+    assert wrong, "negative control: another epsilon is not seen"
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_stock_gdn_kernels(state_dtype: torch.dtype) -> None:
-    given = _inputs(state_dtype)
-    out = run_stock("gdn_decode", given)
-    conv, conv_state = _conv(given)
-    _assert_bf16(out["conv"], conv, 0.001)
-    assert torch.equal(out["conv_state"], conv_state)
-    core, state = _delta_rule(given, out["conv"])
-    _assert_bf16(out["core"], core, 0.005)
-    slots = given["state_indices"].long()
-    got = out["ssm_state"][slots].double()
-    limit = 2e-6 if state_dtype is torch.float32 else 2**-8
-    assert (got - state).norm() / state.norm() < limit
-    untouched = [slot for slot in range(SLOTS) if slot not in slots.tolist()]
-    assert torch.equal(out["ssm_state"][untouched], given["ssm_state"][untouched])
-    _assert_bf16(out["gated"], _gated(given, out["core"]), 0.005)
-    # Negative control: a rule that forgets beta is far outside the gate.
-    wrong, _ = _delta_rule({**given, "b": given["b"] + 1}, out["conv"])
-    assert (out["core"] != wrong.bfloat16()).float().mean() > 0.5
+@pytest.mark.xdist_group("stock")
+def test_launch_parameters_are_those_of_the_hip_branch() -> None:
+    given = noise.inputs(noise.A95B, 8, torch.float32, seed=31)
+    launches = run_stock("gdn_front", given)["launches"]
+    assert [tuple(launch[:3]) for launch in launches] == A95B_LAUNCHES
+
+
+@pytest.mark.xdist_group("stock")
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_mistake_planted_in_sglang_is_seen(plant: str) -> None:
+    given = noise.inputs(noise.A95B, 3, torch.float32, seed=35)
+    failures, _, _ = front_failures(given, run_stock("gdn_front", given, plant=plant))
+    print(failures)
+    assert failures
+    seen_in = PLANT_TENSORS[plant]
+    assert {failure.split(":")[0] for failure in failures} <= seen_in, "the mistake shows elsewhere"
+
+
+PLANT_TENSORS = {
+    "beta not rounded": {"core", "state"},
+    "l2norm epsilon moved out of the root": {"core", "state"},
+    "conv products unrounded": {"conv"},
+    "softplus threshold dropped": {"core", "state"},
+    "gate before norm": {"gated"},
+}
+
+
+def test_the_noise_floor_is_what_is_stated() -> None:
+    """FLOORS, of which every threshold is a multiple, measured again: to within a factor of two, nothing above it."""
+    for shape in noise.SHAPES:
+        for name, found in noise.measure(shape, rows=3, seed=7).items():
+            floor = noise.FLOORS[name]
+            print(f"{shape.name} {name}: {found:.2e}, stated {floor:.1e}")
+            assert found <= 1.3 * floor, f"{name}: more noise than stated"
+            assert found >= floor / 2 or name == "conv", f"{name}: less noise than stated"
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +99,7 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.full
+@pytest.mark.xdist_group("stock")
 def test_stock_gdn_prefill_in_chunks() -> None:
     """Two sequences of unequal length through the chunked kernels (MFMA, triangular solve, scans) against token by
     token.
@@ -150,6 +137,7 @@ def test_stock_gdn_prefill_in_chunks() -> None:
     assert torch.equal(out["state"][1], given["state"][1]), "a slot that no sequence names was written"
 
 
+@pytest.mark.xdist_group("stock")
 def test_stock_decode_attention() -> None:
     """Grouped-query decode attention over a scattered cache, one to four splits a row."""
     heads, key_heads, head, slots, lengths = 8, 2, 256, 200, (70, 33, 5)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise floor: what the order of float32 sums alone moves a tensor by.
+
+A definition is evaluated in float32 several times, each with all its sums in another seeded order. The spread of the
+results is the floor: two correct kernels may differ by it, and a threshold is a stated multiple of it.
+
+    python -m helpers.noise        prints the floors of K1's tensors at the A95B shape
+
+`FLOORS` holds these figures; a test measures them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helpers import stock_definition as definition
+from helpers.stock_definition import Float32
+
+SEEDS = tuple(range(6))  # 0 takes the terms as they come
+EPS = 1e-6
+
+FLOORS = {"x": 2e-7, "conv": 3e-8, "core": 2.5e-7, "state": 2e-7, "gated": 2.5e-7}
+"""Largest spread of an element before it is rounded, of the largest value of its row (x, conv, core) or of its row's
+value head (state, gated)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GDN layer on one rank."""
+
+    name: str
+    key_heads: int
+    value_heads: int
+    hidden: int
+    head: int = 128
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * self.head
+
+    @property
+    def qkvz(self) -> int:
+        return self.channels + self.value_heads * self.head
+
+
+A95B = Shape("A95B TP8", 2, 16, 8192)
+SHAPES = (A95B, Shape("27B TP1", 16, 48, 5120), Shape("27B TP2", 8, 24, 5120))
+
+TINY_HEAD = 1e-3  # q and k of key head 0 are this small, so that the norms' epsilon matters
+LINEAR_HEAD = 1  # this value head's a + dt_bias is about 100: softplus is linear there, and exp of it overflows
+LINEAR_BIAS, LINEAR_A_LOG = 100.0, -8.0
+
+
+def inputs(shape: Shape, rows: int, state_dtype: torch.dtype, seed: int, slots: int = 10) -> dict[str, Tensor]:
+    """A front's inputs from its projections on, in the names of `stock_kernels`; the second of three or more rows is a
+    pad row, slot 0 holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return torch.randn(*size, generator=generator) * scale + mean
+
+    heads, head = shape.value_heads, shape.head
+    conv_weight = normal(shape.channels, 4, scale=0.4)
+    for first in (0, shape.key_heads * head):
+        conv_weight[first : first + head] *= TINY_HEAD
+    a_log, dt_bias = normal(heads, scale=0.5), normal(heads, scale=0.5)
+    a_log[LINEAR_HEAD], dt_bias[LINEAR_HEAD] = LINEAR_A_LOG, LINEAR_BIAS
+    indices = (torch.randperm(slots - 1, generator=generator)[:rows] + 1).to(torch.int32)
+    if rows > 2:
+        indices[1] = -1
+    conv_state = normal(slots, shape.channels, 3).bfloat16()
+    ssm_state = normal(slots, heads, head, head, scale=0.25).to(state_dtype)
+    conv_state[0], ssm_state[0] = float("nan"), float("nan")
+    return {
+        "qkvz": normal(rows, shape.qkvz).bfloat16(),
+        "ba": normal(rows, 2 * heads).bfloat16(),
+        "key_heads": shape.key_heads,
+        "value_heads": heads,
+        "head": head,
+        "conv_state": conv_state,
+        "conv_weight": conv_weight.bfloat16(),
+        "A_log": a_log,
+        "dt_bias": dt_bias.bfloat16(),
+        "norm_weight": normal(head, scale=0.1, mean=1.0).bfloat16(),
+        "ssm_state": ssm_state,
+        "state_indices": indices,
+        "scale": head**-0.5,
+        "eps": EPS,
+    }
+
+
+def norm_inputs(shape: Shape, rows: int, seed: int, first_layer: bool = False) -> dict[str, Tensor]:
+    """Inputs of the layer's input norm, in the names of `stock_kernels`."""
+    generator = torch.Generator().manual_seed(seed)
+    given = {
+        "hidden": (torch.randn(rows, shape.hidden, generator=generator) * 0.5).bfloat16(),
+        "norm_weight": (torch.randn(shape.hidden, generator=generator) * 0.1).bfloat16(),
+        "eps": EPS,
+    }
+    if not first_layer:
+        given["residual"] = (torch.randn(rows, shape.hidden, generator=generator) * 2).bfloat16()
+    return given
+
+
+def spread(evaluate: Callable[[Float32], Sequence[Tensor]], seeds: tuple[int, ...] = SEEDS) -> list[Tensor]:
+    """Largest less smallest result over the orders, element by element, float64, of each tensor that is returned."""
+    runs = [evaluate(Float32(seed)) for seed in seeds]
+    out = []
+    for results in zip(*runs, strict=True):
+        stacked = torch.stack([result.double() for result in results])
+        out.append(stacked.amax(0) - stacked.amin(0))
+    return out
+
+
+def largest(value: Tensor, dims: int) -> Tensor:
+    """The largest size over the last `dims` dimensions, kept for broadcasting."""
+    return value.double().abs().amax(tuple(range(-dims, 0)), keepdim=True)
+
+
+def measure(shape: Shape = A95B, rows: int = 4, seed: int = 1) -> dict[str, float]:
+    """The floors in `FLOORS`, measured: each kernel from the exact results of the one before."""
+    given = inputs(shape, rows, torch.float32, seed)
+    live = given["state_indices"] > 0
+    slots = given["state_indices"][live].long()
+    mixed, z, b, a = definition.split(given["qkvz"], given["ba"], shape.key_heads, shape.value_heads, shape.head)
+    windows, state = given["conv_state"][slots], given["ssm_state"][slots]
+    weights = given["conv_weight"]
+    conv = definition.conv(mixed[live], windows, weights)[0]
+    rule = (definition.to_bf16(conv), b[live], a[live], given["A_log"], given["dt_bias"], state, given["scale"])
+    core, after = definition.packed_decode(*rule)
+    norm = (definition.to_bf16(core), z[live], given["norm_weight"], EPS)
+    gemma = norm_inputs(shape, rows, seed)
+    gemma = (gemma["hidden"], gemma["residual"], gemma["norm_weight"], EPS)
+
+    found = {}
+
+    def note(
+        names: str, wants: Sequence[Tensor], dims: Sequence[int], run: Callable[[Float32], Sequence[Tensor]]
+    ) -> None:
+        for name, want, n, moved in zip(names.split(), wants, dims, spread(run), strict=True):
+            found[name] = float((moved / largest(want, n)).max())
+
+    note("x", [definition.gemma_norm(*gemma)[0]], [1], lambda f: [definition.gemma_norm(*gemma, f)[0]])
+    note("conv", [conv], [1], lambda f: [definition.conv(mixed[live], windows, weights, arithmetic=f)[0]])
+    note("core state", [core, after], [2, 2], lambda f: definition.packed_decode(*rule, arithmetic=f))
+    note("gated", [definition.gated_norm(*norm)], [1], lambda f: [definition.gated_norm(*norm, arithmetic=f)])
+    return found
+
+
+if __name__ == "__main__":
+    for name, value in measure().items():
+        print(f"{name:8} {value:.2e}  (stated {FLOORS[name]:.1e})")
