@@ -7,11 +7,11 @@ from .asm import Instruction, KernelArg
 from .code import CodeObject
 from .decode import mnemonics
 from .errors import SimError, SimFault, Waiting
-from .faults import DelayStores, DropStores, Stall
+from .faults import DelayStores, DropStores, Stall, Starve
 from .machine import Launch, Machine
 from .report import LaunchReport, Report
 
 __all__ = [
     "CodeObject", "DelayStores", "DropStores", "Instruction", "KernelArg", "Launch", "LaunchReport", "Machine",
-    "Report", "SimError", "SimFault", "Stall", "Waiting", "mnemonics",
+    "Report", "SimError", "SimFault", "Stall", "Starve", "Waiting", "mnemonics",
 ]  # fmt: skip

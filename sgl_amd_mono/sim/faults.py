@@ -40,3 +40,12 @@ class DelayStores:
     to_rank: int | None = None
     region: str | None = None
     ticks: int = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Starve:
+    """A rank begins late (None: every rank): its waves are held back for that many rounds of the scheduler, or until
+    all others only poll. Adversarial memory only. The latest one holds."""
+
+    rank: int | None
+    rounds: int = 200

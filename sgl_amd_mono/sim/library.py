@@ -147,6 +147,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "sim_alloc_counters": (_INT, (_PTR, _U32, _U32, _PTR, _PTR, _PTR, _PTR, _PTR, _U32)),
     "sim_add_stall": (_INT, (_PTR, _PTR)),
     "sim_add_store_fault": (_INT, (_PTR, _PTR)),
+    "sim_set_starve": (None, (_PTR, ctypes.c_int32, _U32)),
     "sim_clear_faults": (None, (_PTR,)),
     "sim_fault_hits": (_U64, (_PTR, _INT, _INT)),
     "sim_launch_new": (_PTR, (_PTR, _PTR, _PTR, _PTR)),

@@ -16,7 +16,7 @@ import numpy as np
 from . import library
 from .code import LANES, LDS_PER_CU, CodeObject
 from .errors import SimError, SimFault, Waiting
-from .faults import DelayStores, DropStores, Stall
+from .faults import DelayStores, DropStores, Stall, Starve
 from .report import CLASSES, LaunchReport, Report, Traced
 
 KINDS = {"plain": 0, "readonly": 1, "mailbox": 2, "peer": 3}
@@ -128,7 +128,7 @@ class Machine:
         self._lib.sim_set_limits(self._handle, instruction_limit or 0, wall_clock_s or 0.0)
         self._allocations: dict[int, _Allocation] = {}
         self._next_id = 0
-        self._faults: list[Stall | DropStores | DelayStores] = []
+        self._faults: list[Stall | DropStores | DelayStores | Starve] = []
         weakref.finalize(self, self._lib.sim_machine_free, ctypes.c_void_p(self._handle))
 
     @property
@@ -256,8 +256,13 @@ class Machine:
 
     # ---- faults ----
 
-    def inject(self, fault: Stall | DropStores | DelayStores) -> int:
-        """Arms a fault for the launches that follow; returns its handle. See `clear_faults`."""
+    def inject(self, fault: Stall | DropStores | DelayStores | Starve) -> int:
+        """Arms a fault for the launches that follow; returns its handle. See `clear_faults`.
+
+        Raises SimError for a Starve in consistent memory, whose waves all run in every round.
+        """
+        if isinstance(fault, Starve) and self.memory != "adversarial":
+            raise SimError(f'{fault}: waves are starved in adversarial memory only, this machine is "{self.memory}"')
         self._faults.append(fault)
         return len(self._faults) - 1
 
@@ -288,6 +293,9 @@ class Machine:
         for fault in self._faults:
             if isinstance(fault, Stall):
                 self._arm_stall(fault, launches)
+                continue
+            if isinstance(fault, Starve):
+                self._lib.sim_set_starve(self._handle, -1 if fault.rank is None else fault.rank, fault.rounds)
                 continue
             ticks = fault.ticks if isinstance(fault, DelayStores) else 0
             targets = self._targets(fault.region, fault.rank, fault.to_rank)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.k1_gates import same_bits
 from helpers.k1_inputs import make_case, run
-from helpers.k2_bench import Bench, random_inputs, random_weights
+from helpers.k2_bench import Bench, Inputs, RankWeights, Result, random_inputs, random_weights
 from helpers.long_run import Drift, drift
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
@@ -89,46 +91,78 @@ def test_a_drift_is_seen(dtype: str) -> None:
 
 WIDTHS = (8, 1, 3, 8, 2, 5)
 INPUTS = 2  # different ones a width
-SEEDS = 4
-LAUNCHES = 250  # on each of SEEDS peer buffers: 1,000 in all
+LAUNCHES = 1000  # of the soak, on one peer buffer
 SHORT = 12  # in `make test`
 DELAY_TICKS = 300
+FIRST_EPOCH = (1 << 22) - 500
+"""A tag holds the epoch modulo 2^22: the soak's own half comes after the wrap."""
+
+Key = tuple[int, int]  # a width, and which of its inputs
 
 
 @pytest.fixture(scope="module")
-def fresh() -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    """(width, number of its inputs) -> what a machine of its own writes, in consistent memory."""
-    weights = random_weights(TP2, 60)
+def weights() -> list[RankWeights]:
+    return random_weights(TP2, 60)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> dict[Key, Inputs]:
+    return {(w, n): random_inputs(TP2, w, 100 * w + n) for w in sorted(set(WIDTHS)) for n in range(INPUTS)}
+
+
+@pytest.fixture(scope="module")
+def fresh(weights: list[RankWeights], inputs: dict[Key, Inputs]) -> dict[Key, tuple[torch.Tensor, torch.Tensor]]:
+    """What a machine of its own writes for each of the inputs, in consistent memory: (out, residual)."""
     results = {}
-    for width in sorted(set(WIDTHS)):
-        for number in range(INPUTS):
-            result = Bench(TP2, weights).run(random_inputs(TP2, width, 100 * width + number))
-            results[width, number] = (result.out[0], result.residual[0])
+    for key, given in inputs.items():
+        result = Bench(TP2, weights).run(given)
+        results[key] = (result.out[0], result.residual[0])
     return results
 
 
-@pytest.mark.parametrize(
-    ("seed", "launches"), [(SEEDS, SHORT), *(pytest.param(seed, LAUNCHES, marks=full) for seed in range(SEEDS))]
-)
-def test_soak_of_mixed_widths(fresh: dict, seed: int, launches: int) -> None:
-    """Adversarial memory, starved waves, and in turn one rank or the other whose stores arrive late: every output is
-    bit for bit a fresh run's, on every rank, whatever the widths before it left in the peer buffer."""
-    from sgl_amd_mono.sim import DelayStores
+def disturbance(number: int) -> Any:
+    """In turn: rank 0's stores arrive late, rank 1's do, a rank begins late (rank 0 and 1 in turn)."""
+    from sgl_amd_mono.sim import DelayStores, Starve
 
-    bench = Bench(TP2, random_weights(TP2, 60), memory="adversarial", seed=seed)
+    return Starve(rank=number // 3 % TP2.tp) if number % 3 == 2 else DelayStores(rank=number % 3, ticks=DELAY_TICKS)
+
+
+def soak(bench: Bench, launches: int, inputs: dict[Key, Inputs], fresh: dict) -> None:
+    """Launches of mixed widths on `bench`; AssertionError at the first output that is not a fresh run's."""
     for number in range(launches):
-        width, which = WIDTHS[number % len(WIDTHS)], (number // len(WIDTHS)) % INPUTS
-        if number % 3:
-            bench.machine.inject(DelayStores(rank=number % 3 - 1, ticks=DELAY_TICKS))
-        result = bench.run(random_inputs(TP2, width, 100 * width + which), epoch=1 + number)
+        key = WIDTHS[number % len(WIDTHS)], number // len(WIDTHS) % INPUTS
+        bench.machine.inject(disturbance(number))
+        result = bench.run(inputs[key], epoch=FIRST_EPOCH + number)
         bench.machine.clear_faults()
-        assert not any(fault.failed for fault in result.faults), f"launch {number}"
+        where = f"launch {number}, width {key[0]}"
+        faults = [str(fault) for fault in result.faults if fault.failed]
+        assert not faults, f"{where}: {faults}"
         for rank in range(TP2.tp):
-            for found, wanted in zip((result.out[rank], result.residual[rank]), fresh[width, which], strict=True):
-                assert torch.equal(found, wanted), f"launch {number}, width {width}, rank {rank}"
+            for found, wanted in zip((result.out[rank], result.residual[rank]), fresh[key], strict=True):
+                assert torch.equal(found, wanted), f"{where}, rank {rank}"
+
+
+@pytest.mark.parametrize("launches", [SHORT, pytest.param(LAUNCHES, marks=full)])
+def test_soak_of_mixed_widths(weights: list, inputs: dict, fresh: dict, launches: int) -> None:
+    """One peer buffer, adversarial memory, starved waves and ranks, late stores: every output is, on every rank, bit
+    for bit a fresh run's, whatever the launches before it left in the buffer."""
+    soak(Bench(TP2, weights, memory="adversarial", seed=5), launches, inputs, fresh)
 
 
 def test_inputs_of_the_soak_differ(fresh: dict) -> None:
     """Control: a launch that left the outputs of an earlier one would be seen."""
     assert not torch.equal(fresh[8, 0][0], fresh[8, 1][0])
     assert not torch.equal(fresh[1, 0][0], fresh[2, 0][0][:1])
+
+
+class OneEpoch(Bench):
+    """A machine whose launches forget to move on to the next epoch."""
+
+    def run(self, given: Inputs, *, epoch: int = 1, **options: Any) -> Result:
+        return super().run(given, epoch=FIRST_EPOCH, **options)
+
+
+def test_a_soak_whose_tags_repeat_is_seen(weights: list, inputs: dict, fresh: dict) -> None:
+    """Control: with one epoch for all, a launch takes what the one before it left in the peer buffer for its own."""
+    with pytest.raises(AssertionError, match=r"launch [1-9]"):
+        soak(OneEpoch(TP2, weights, memory="adversarial", seed=5), SHORT, inputs, fresh)

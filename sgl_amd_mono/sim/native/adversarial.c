@@ -218,6 +218,8 @@ void adv_wave_init(Wave *w) {
         w->g->adv->laggard = w->g->nwaves > 1 ? 1 + (uint32_t)(next_random(w->m) % (w->g->nwaves - 1)) : 0;
     }
     if (w->id == w->g->adv->laggard && w->m->adv->lag) w->starve = (uint32_t)(next_random(w->m) % w->m->adv->lag);
+    const Machine *m = w->m;
+    if (m->starve_rounds && (m->starve_rank < 0 || (uint32_t)m->starve_rank == w->L->rank)) w->starve = m->starve_rounds;
     if (!w->adv || !w->g->adv) abort();
 }
 
@@ -378,18 +380,61 @@ static void write_back_rank(Machine *m, uint32_t rank, Wave *w) {
 }
 
 // ---- completing entries ----
-static void sample(Wave *w, Entry *e) { // reads memory for a load
-    if (e->sampled) return;
+static inline void copy_access(uint8_t *x, const uint8_t *from, uint32_t n) { // fixed sizes: no call, no string move
+    switch (n) {
+    case 4: memcpy(x, from, 4); break;
+    case 8: memcpy(x, from, 8); break;
+    case 16: memcpy(x, from, 16); break;
+    default: for (uint32_t k = 0; k < n; k++) x[k] = from[k];
+    }
+}
+// A load by which no cache line comes in: from memory, with what the rank's (r) and the workgroup's own (own) cache hold
+// unwritten. Lanes mostly read one line in a row, so both are looked up once a line.
+static void sample_direct(Wave *w, Entry *e) {
+    const Alloc *al = e->al;
     const uint32_t n = e->ins.mem_bytes;
+    const int cached = al->kind != KIND_READONLY;
+    uint64_t key = ~0ull;
+    const CacheLine *r = NULL, *own = NULL;
     for (uint64_t m = e->mask; m; m &= m - 1) {
         const int l = __builtin_ctzll(m);
-        read_bytes(w, e->al, e->flags, e->addr[l], n, (uint8_t *)e->rows + 16 * l);
+        const uint64_t a = e->addr[l];
+        uint8_t *x = (uint8_t *)e->rows + 16 * l;
+        const uint32_t at = (uint32_t)(a % LINE);
+        if (cached && at + n > LINE) { read_bytes(w, e->al, e->flags, a, n, x); continue; }
+        copy_access(x, al->host + (a - al->dev), n);
+        if (!cached) continue;
+        if (a / LINE != key) {
+            key = a / LINE;
+            r = al->shared ? cache_find(&w->m->adv->rank_cache[w->L->rank], key) : NULL;
+            own = cache_find(&w->g->adv->cache, key);
+        }
+        if (r && r->dirty) for (uint32_t k = 0; k < n; k++) if (r->dirty >> (at + k) & 1) x[k] = r->data[at + k];
+        if (own) overlay(own, at, n, x);
     }
+}
+static void sample(Wave *w, Entry *e) { // reads memory for a load
+    if (e->sampled) return;
     e->sampled = 1;
+    const int past_rank = (e->flags & F_SC1) && (!e->al->shared || (e->flags & F_SC0));
+    if (e->al->kind == KIND_READONLY || past_rank) { sample_direct(w, e); return; }
+    for (uint64_t m = e->mask; m; m &= m - 1) {
+        const int l = __builtin_ctzll(m);
+        read_bytes(w, e->al, e->flags, e->addr[l], e->ins.mem_bytes, (uint8_t *)e->rows + 16 * l);
+    }
+}
+static void deliver_words(Wave *w, const Entry *e) {
+    const uint32_t *x = (const uint32_t *)e->rows; // 4 words a lane
+    for (uint32_t k = 0; k < e->ins.mem_bytes / 4u; k++) {
+        uint32_t *d = w->v[e->ins.dst + k];
+        if (e->mask == ~0ull) for (int l = 0; l < LANES; l++) d[l] = x[4 * l + k];
+        else for (uint64_t m = e->mask; m; m &= m - 1) { const int l = __builtin_ctzll(m); d[l] = x[4 * l + k]; }
+    }
 }
 static void deliver(Wave *w, Entry *e) {
     if (e->kind == E_LOAD) {
         sample(w, e);
+        if (!(e->flags & F_LDS) && e->ins.mem_bytes >= 4) { deliver_words(w, e); return; }
         for (uint64_t m = e->mask; m; m &= m - 1) {
             const int l = __builtin_ctzll(m);
             const uint8_t *x = (uint8_t *)e->rows + 16 * l;
@@ -521,7 +566,8 @@ static void poison_result(Wave *w, const Ins *i, uint64_t mask) {
     const uint32_t keep = !half ? 0 : i->aux == 2 || i->aux == 4 ? 0xffff0000u : 0xffffu;
     for (uint32_t k = 0; k < rows; k++) {
         uint32_t *d = w->v[i->dst + k];
-        for (uint64_t m = mask; m; m &= m - 1) {
+        if (mask == ~0ull && !keep) for (int l = 0; l < LANES; l++) d[l] = POISON;
+        else for (uint64_t m = mask; m; m &= m - 1) {
             const int l = __builtin_ctzll(m);
             d[l] = (d[l] & keep) | (POISON & ~keep);
         }

@@ -84,7 +84,11 @@ int sim_add_store_fault(Machine *m, const StoreFault *s) {
     p[m->nstore_faults].active = 1;
     return (int)m->nstore_faults++;
 }
-void sim_clear_faults(Machine *m) { m->nstalls = m->nstore_faults = m->nlate = 0; }
+void sim_set_starve(Machine *m, int32_t rank, uint32_t rounds) {
+    m->starve_rank = rank;
+    m->starve_rounds = rounds;
+}
+void sim_clear_faults(Machine *m) { m->nstalls = m->nstore_faults = m->nlate = m->starve_rounds = 0; }
 uint64_t sim_fault_hits(const Machine *m, int store, int k) {
     return store ? m->store_faults[k].hits : m->stalls[k].hits;
 }

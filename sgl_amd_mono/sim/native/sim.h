@@ -304,6 +304,8 @@ struct Machine {
     uint32_t nstalls;
     StoreFault *store_faults;
     uint32_t nstore_faults;
+    int32_t starve_rank;    // whose waves begin starve_rounds late; -1: every rank's
+    uint32_t starve_rounds; // 0: none
     LateStore *late;
     uint32_t nlate, late_room;
     Node *nodes;

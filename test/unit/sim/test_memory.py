@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.sim_kernels import CHAIN, MESSAGE, address, arguments, kernel
 
-from sgl_amd_mono.sim import CodeObject, DelayStores, DropStores, Launch, Machine, SimError, SimFault
+from sgl_amd_mono.sim import CodeObject, DelayStores, DropStores, Launch, Machine, SimError, SimFault, Starve
 
 SEEDS, SEEN = 20, 19
 GROUPS = 128  # words of the message
@@ -346,3 +346,56 @@ def test_a_delayed_store_arrives_by_the_clock() -> None:
     report = machine.launch([Launch(0, code, 1, 128, block), Launch(1, consumer, 1, 128, block)])
     assert (result == np.arange(100, 100 + GROUPS)).all()
     assert 1_000_000 <= report.clock_end - report.clock_start < 1_001_000 and report.clock_jumps >= 1
+
+
+CLOCKED = """
+    s_load_dwordx2 s[4:5], s[0:1], 0x0
+    s_memrealtime s[8:9]
+    s_waitcnt lgkmcnt(0)
+    v_lshlrev_b32_e32 v1, 2, v0
+    v_mov_b32_e32 v2, s8
+    global_store_dword v1, v2, s[4:5]
+    s_mov_b32 s6, 4000
+    .LBB0_1:
+    s_sub_u32 s6, s6, 1
+    s_cmp_lg_u32 s6, 0
+    s_cbranch_scc1 .LBB0_1
+    s_endpgm"""
+
+
+def begins(seed: int, *faults: object) -> list[int]:
+    """The clock at which the first wave of each of two ranks begins; the other wave may be a laggard of its own."""
+    machine = Machine(ranks=2, memory="adversarial", seed=seed, wall_clock_s=20)
+    stamps = [np.zeros(128, np.uint32) for _ in range(2)]
+    for rank, stamp in enumerate(stamps):
+        machine.map_tensor(rank, stamp, "stamp")
+    for fault in faults:
+        machine.inject(fault)
+    machine.launch([Launch(rank, kernel(CLOCKED), 1, 128, arguments(address(s))) for rank, s in enumerate(stamps)])
+    return [int(stamp[0]) for stamp in stamps]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_starved_rank_begins_late(late: int) -> None:
+    for seed in range(5):
+        plain, starved = begins(seed), begins(seed, Starve(rank=late, rounds=20))
+        assert starved[late] - plain[late] >= 20
+        assert starved[1 - late] < starved[late]
+
+
+def test_a_starved_rank_begins_once_the_others_only_poll() -> None:
+    code, words = kernel(SYSTEM), [np.zeros(n, np.uint32) for n in (GROUPS, 16, GROUPS)]
+    machine = Machine(ranks=2, memory="adversarial", wall_clock_s=20, instruction_limit=2_000_000)
+    for rank in range(2):
+        for array, name in zip(words, ("data", "flag", "result"), strict=True):
+            machine.map_tensor(rank, array, name, kind="mailbox" if name == "flag" else "plain")
+    consumer = code.replace(r"s_cmp_lg_u32 s2, 0", "s_cmp_eq_u32 s2, s2")
+    machine.inject(Starve(rank=0, rounds=1_000_000_000))
+    block = arguments(*map(address, words))
+    machine.launch([Launch(0, code, 1, 128, block), Launch(1, consumer, 1, 128, block)])
+    assert (words[2] == np.arange(100, 100 + GROUPS)).all()
+
+
+def test_consistent_memory_starves_nobody() -> None:
+    with pytest.raises(SimError, match="waves are starved in adversarial memory only"):
+        Machine().inject(Starve(rank=0))
