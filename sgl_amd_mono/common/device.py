@@ -530,6 +530,7 @@ MX_BLOCK = 32  # elements that share one e8m0 scale
 MX_CODE_MIN, MX_CODE_MAX = 1, 253
 _E2M1_MAX_LOG2 = 2  # 6 = 1.5 * 2**2
 _F32_HALF_MANTISSA = 0x400000  # the mantissa bits of 1.5
+_BF16_MAGNITUDES = 0x7FFF7FFF  # of both bf16 of a word
 _F32_QUARTER_MANTISSA = 0x200000  # added to the bits of an f32, it carries into the exponent from 1.75 on
 
 
@@ -580,6 +581,26 @@ def mxfp4_pack8(values: Sequence[fx.Float32], code: fx.Int32) -> fx.Int32:
         args = [word, values[2 * pair], values[2 * pair + 1], scale, I32(pair)]
         word = intrinsic("llvm.amdgcn.cvt.scalef32.pk.fp4.f32", I32, args)
     return word
+
+
+def bf16_amax(words: Sequence[fx.Int32]) -> fx.Float32:
+    """Largest magnitude of words of two bf16: magnitudes order as unsigned integers, so two are compared at a time."""
+    pair = vec(I16, 2)
+    most = words[0] & I32(_BF16_MAGNITUDES)
+    for word in words[1:]:
+        args = [bitcast(most, pair), bitcast(word & I32(_BF16_MAGNITUDES), pair)]
+        most = bitcast(intrinsic("llvm.umax.v2i16", pair, args), I32)
+    return maximum(*f32_from_bf16_pair(most))
+
+
+def mxfp4_pack_bf16(words: Sequence[fx.Int32], code: fx.Int32) -> fx.Int32:
+    """Up to four words of two bf16 as e2m1 of value / 2**(code - 127), as ``mxfp4_pack8``; element i in bits 4i."""
+    scale = bitcast(code << 23, F32)
+    packed = I32(0)
+    for byte, word in enumerate(words):
+        args = [packed, bitcast(word, vec(BF16, 2)), scale, I32(byte)]
+        packed = intrinsic("llvm.amdgcn.cvt.scalef32.pk.fp4.bf16", I32, args)
+    return packed
 
 
 # ---------------------------------------------------------------------------------------------------------------

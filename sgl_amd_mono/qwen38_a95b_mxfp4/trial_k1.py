@@ -16,6 +16,7 @@ from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, gdn_front
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import quantize_mxfp4, scale_code_even
 
 LAYER = 5
 EPOCH = 7
@@ -29,10 +30,10 @@ def bf16(generator: torch.Generator, *shape: int, scale: float, mean: float = 0.
     return (torch.randn(*shape, generator=generator) * scale + mean).to(torch.bfloat16)
 
 
-def make_weights(geometry: Geometry, seed: int) -> GdnWeights:
-    """Weights whose products have unit size, as a trained layer's."""
+def make_weights(geometry: Geometry, seed: int, qkvz_format: str = gdn.BF16, ba_format: str = gdn.BF16) -> GdnWeights:
+    """Weights whose products have unit size, as a trained layer's; the projections in the formats asked for."""
     g, gen = geometry, torch.Generator().manual_seed(seed)
-    return GdnWeights(
+    weights = GdnWeights(
         norm_w=bf16(gen, g.hidden, scale=0.1),
         w_qkvz=bf16(gen, g.qkvz_rows, g.hidden, scale=g.hidden**-0.5),
         w_ba=bf16(gen, g.ba_rows, g.hidden, scale=g.hidden**-0.5),
@@ -41,6 +42,17 @@ def make_weights(geometry: Geometry, seed: int) -> GdnWeights:
         dt_bias=bf16(gen, g.value_heads, scale=0.5),
         gnorm_w=bf16(gen, g.head_dim, scale=0.1, mean=1.0),
     )
+    if qkvz_format == gdn.MXFP4:
+        weights.w_qkvz, weights.w_qkvz_scale = mxfp4(gen, weights.w_qkvz)
+    if ba_format == gdn.MXFP4:
+        weights.w_ba, weights.w_ba_scale = mxfp4(gen, weights.w_ba)
+    return weights
+
+
+def mxfp4(generator: torch.Generator, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as packed e2m1 and e8m0 codes; blocks are halved or doubled at random, so that the codes differ."""
+    packed, codes = quantize_mxfp4(weight, scale_code_even)
+    return packed, codes + torch.randint(-1, 2, codes.shape, generator=generator).to(codes.dtype)
 
 
 @dataclass
@@ -113,6 +125,8 @@ class K1Case:
             "norm_w": w.norm_w,
             "w_qkvz": w.w_qkvz,
             "w_ba": w.w_ba,
+            "w_qkvz_scale": w.w_qkvz_scale,
+            "w_ba_scale": w.w_ba_scale,
             "conv_w": w.conv_w,
             "a_log": w.a_log,
             "dt_bias": w.dt_bias,
@@ -166,7 +180,7 @@ def make_case(
     conv[0], ssm[0] = float("nan"), float("nan")
     return K1Case(
         key,
-        weights or make_weights(g, seed),
+        weights or make_weights(g, seed, key.qkvz_format, key.ba_format),
         bf16(gen, width, g.hidden, scale=0.5),
         None if key.first_layer else bf16(gen, width, g.hidden, scale=2.0),
         order,
@@ -182,7 +196,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 READONLY = (
-    *("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "conv_w", "a_log", "dt_bias", "gnorm_w"),
+    *("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "w_qkvz_scale", "w_ba_scale"),
+    *("conv_w", "a_log", "dt_bias", "gnorm_w"),
     *("state_index", "peers", "epoch"),
 )
 

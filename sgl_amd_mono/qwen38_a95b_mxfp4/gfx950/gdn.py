@@ -53,6 +53,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     GDN_UNIT_ROWS,
     MAX_ROWS,
     MFMA_ROWS,
+    MX_BLOCK,
     NORM_COLUMNS,
     Geometry,
 )
@@ -67,6 +68,8 @@ ABI: Abi = (
     ("norm_w", "ptr"),
     ("w_qkvz", "ptr"),
     ("w_ba", "ptr"),
+    ("w_qkvz_scale", "ptr"),  # not read where the weight is bf16
+    ("w_ba_scale", "ptr"),
     ("conv_w", "ptr"),
     ("a_log", "ptr"),
     ("dt_bias", "ptr"),
@@ -97,6 +100,9 @@ WAIT_ORDER = {"PROJ": 0, "LEFT": 1, "BA": 0, "ONRM": 1, "WINDOW": 2}  # place of
 REGION_NAMES = (*REGIONS, "WINDOW")
 WAITS = ("proj", "onrm", "window")
 
+BF16, MXFP4 = "bfloat16", "mxfp4"  # formats of a projection's weight; in MXFP4 x is quantised too
+FORMATS = (BF16, MXFP4)
+
 BF16_BYTES = 2
 F32_BYTES = 4
 WAVE = 64
@@ -109,7 +115,8 @@ X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA 
 KEEP_Z_ROWS = 4  # up to here a lane keeps z of all rows in registers; above, hidden is parked in LDS
 # Vector registers that loads in flight may take at the start; the rest of 256 is for addresses and sums.
 LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 180
-STEP_REGISTERS = 4  # vector registers of one 16 x 32 weight tile
+STEP_REGISTERS = 4  # vector registers of one weight tile
+BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
 UNIT_REGISTERS = 48  # of a unit's state, windows and constants
 SCRATCH_ALIGN = 256
 # Words of a parked result a lane: state (f32 is the wider), windows, o, weight of the gated norm.
@@ -127,6 +134,8 @@ class GdnKey(BuildKey):
     state_dtype: str = "float32"
     round_beta: bool = True
     stop: bool = True
+    qkvz_format: str = BF16
+    ba_format: str = BF16
 
     model: ClassVar[str] = "qwen38_a95b"
     launch: ClassVar[str] = "k1"
@@ -139,6 +148,9 @@ class GdnKey(BuildKey):
             raise ValueError(f"K1 width {self.width}; needed: 1 .. {MAX_ROWS} rows")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"SSM state dtype {self.state_dtype!r}; needed: 'float32' or 'bfloat16'")
+        for name in ("qkvz_format", "ba_format"):
+            if getattr(self, name) not in FORMATS:
+                raise ValueError(f"{name} {getattr(self, name)!r}; needed: one of {', '.join(map(repr, FORMATS))}")
         if self.geometry.head_dim != HALF * LANE_COLUMNS:
             raise ValueError(f"head_dim {self.geometry.head_dim}; needed: {HALF * LANE_COLUMNS}")
 
@@ -213,12 +225,33 @@ def scratch_bytes(geometry: Geometry, width: int) -> int:
 def lds_layout(key: GdnKey) -> dict[str, int]:
     """Bytes of each LDS region of one workgroup."""
     g, s = key.geometry, key.width
-    return {
+    layout = {
         "DEAD": 16,
         "PART": s * g.norm_partials * F32_BYTES,
         "ACC": in_proj_tasks(g) * g.waves * s * MFMA_ROWS * F32_BYTES,
         "X": s * (g.hidden * BF16_BYTES + X_PAD_BYTES),
     }
+    if key.qkvz_format != key.ba_format:
+        layout["X_BA"] = s * x_ba_pitch(key)
+    return layout
+
+
+def ba_columns(geometry: Geometry) -> int:
+    """Columns of a wave in one K slice of an in_proj_ba group."""
+    return geometry.wave_columns // geometry.ba_slices
+
+
+def x_ba_area(key: GdnKey) -> int:
+    """Bytes of one wave's columns of the ba slice in X_BA: x in in_proj_ba's format, where in_proj_qkvz has another."""
+    columns = ba_columns(key.geometry)
+    if key.ba_format == BF16:
+        return columns * BF16_BYTES
+    return columns // 2 + -(-columns // MX_BLOCK // X_PAD_BYTES) * X_PAD_BYTES  # e2m1, then the codes
+
+
+def x_ba_pitch(key: GdnKey) -> int:
+    """Bytes from a row of the step to the next in X_BA."""
+    return key.geometry.waves * x_ba_area(key) + X_PAD_BYTES
 
 
 def in_proj_tasks(geometry: Geometry) -> int:
@@ -272,6 +305,8 @@ def launch_args(
     norm_w: Tensor,
     w_qkvz: Tensor,
     w_ba: Tensor,
+    w_qkvz_scale: Tensor | None = None,
+    w_ba_scale: Tensor | None = None,
     conv_w: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
@@ -297,6 +332,8 @@ def launch_args(
         "norm_w": norm_w,
         "w_qkvz": w_qkvz,
         "w_ba": w_ba,
+        "w_qkvz_scale": 0 if w_qkvz_scale is None else w_qkvz_scale,
+        "w_ba_scale": 0 if w_ba_scale is None else w_ba_scale,
         "conv_w": conv_w,
         "a_log": a_log,
         "dt_bias": dt_bias,
@@ -321,6 +358,13 @@ def launch_args(
     return [values[name] for name, _ in ABI]
 
 
+def _projection(name: str, rows: int, columns: int, form: str) -> dict[str, tuple[tuple[int, int], str]]:
+    """Shape and dtype of a projection's tensors in a format."""
+    if form == BF16:
+        return {name: ((rows, columns), BF16)}
+    return {name: ((rows, columns // 2), "uint8"), f"{name}_scale": ((rows, columns // MX_BLOCK), "uint8")}
+
+
 def check_args(key: GdnKey, **tensors: Tensor) -> None:
     """Raise ValueError unless every tensor given has the shape, dtype and density that the ABI states."""
     g = key.geometry
@@ -328,8 +372,8 @@ def check_args(key: GdnKey, **tensors: Tensor) -> None:
         "hidden": ((key.width, g.hidden), "bfloat16"),
         "residual": ((key.width, g.hidden), "bfloat16"),
         "norm_w": ((g.hidden,), "bfloat16"),
-        "w_qkvz": ((g.qkvz_rows, g.hidden), "bfloat16"),
-        "w_ba": ((g.ba_rows, g.hidden), "bfloat16"),
+        **_projection("w_qkvz", g.qkvz_rows, g.hidden, key.qkvz_format),
+        **_projection("w_ba", g.ba_rows, g.hidden, key.ba_format),
         "conv_w": ((g.conv_channels, CONV_TAPS), "bfloat16"),
         "a_log": ((g.value_heads,), "float32"),
         "dt_bias": ((g.value_heads,), "bfloat16"),
@@ -404,6 +448,7 @@ class _Front:
         self.partial_lanes = NORM_COLUMNS // self.lane_columns
         self.x_pitch = g.hidden * BF16_BYTES + X_PAD_BYTES
         self.keep_z = key.width <= KEEP_Z_ROWS
+        self.x_ba_pitch, self.x_ba_area = x_ba_pitch(key), x_ba_area(key)
         self.state_size = F32_BYTES if key.state_dtype == "float32" else BF16_BYTES
         self.held = args["scratch"] + d.I64(held_offset(g, key.width))
 
@@ -632,8 +677,153 @@ def load_unit(c: _Front, u: Unit) -> Unit:
     return u
 
 
+@dataclass
+class Load:
+    """One load of weights in flight."""
+
+    registers: int
+    issue: Callable[[], Any]
+    task: int = -1  # accumulator of the product
+    multiply: Callable[[Any, Any], Any] | None = None  # (loaded, accumulator) -> accumulator; None: scale codes
+
+
+class Rows16:
+    """16-row groups of a projection: the loads of this wave's columns, and the products with its columns of x.
+
+    A group is computed over all of the wave's columns, or, cut in `slices`, over slice number `which` of them. Subclasses say
+    how weights and x are stored; x is in LDS, a row of the step each `pitch` bytes, the wave's columns at `wave * area`.
+    A `sliced` x holds the columns of the workgroup's one slice alone.
+    """
+
+    def __init__(self, c: _Front, x: Any, pitch: int, area: int, sliced: bool = False) -> None:
+        self.c, self.x, self.sliced = c, x, sliced
+        self.x_row = c.gemv.clamped_row(c.rows) * pitch + c.wave * area
+        self._operands: dict[Any, Any] = {}
+
+    def operand(self, place: Any, load: Callable[[], Any]) -> Any:
+        """x of one tile, loaded at its first use."""
+        if place not in self._operands:
+            self._operands[place] = load()
+        return self._operands[place]
+
+
+class Bf16Rows16(Rows16):
+    """bf16 weights [rows, hidden] times bf16 x: tiles of 32 columns."""
+
+    def __init__(self, c: _Front, weight: str, rows: int, present: Any = None, **x: Any) -> None:
+        super().__init__(c, **x)
+        g, gemv = c.g, c.gemv
+        self.row_bytes = g.hidden * BF16_BYTES
+        self.wave_bytes = g.wave_columns * BF16_BYTES
+        self.lane_bytes = gemv.bf16_lane_bytes(self.row_bytes) + c.wave * self.wave_bytes
+        # column l % 16 of the product is a row of the step (columns past the last repeat it)
+        self.x_bytes = self.x_row + gemv.operand_lane()[1] * gemv.LANE_BYTES
+        self.buffer = gemv.guarded(c.a[weight], rows * self.row_bytes, present)
+
+    def loads(self, task: int, group: Any, slices: int = 1, which: Any = 0) -> list[list[Load]]:
+        """The group's loads, those of one step a list."""
+        start = group * (MFMA_ROWS * self.row_bytes)
+        skip = 0
+        if slices > 1:
+            skip = which * (self.wave_bytes // slices)
+            start = start + skip
+        return [[self._tile(task, start, n, skip)] for n in range(self.c.g.wave_steps // slices)]
+
+    def _tile(self, task: int, start: Any, number: int, skip: Any) -> Load:
+        c, d, gemv = self.c, self.c.d, self.c.gemv
+
+        def x() -> Any:
+            place = self.x_bytes if self.sliced else self.x_bytes + skip
+            return self.x.load(place + number * gemv.BF16_TILE_BYTES, d.vec(d.I32, 4))
+
+        place = (number, None if isinstance(skip, int) else task)
+        return Load(
+            STEP_REGISTERS,
+            lambda: gemv.load_bf16_tile(self.buffer, self.lane_bytes, number, scalar=start),
+            task,
+            lambda tile, acc: d.mfma_bf16(tile, self.operand(place, x), acc),
+        )
+
+
+class Mxfp4Rows16(Rows16):
+    """MXFP4 weights, uint8 [rows, hidden / 2] and codes [rows, hidden / 32] as Quark stores them, times MXFP4 x: tiles of
+    128 columns. A slice narrower than a tile is a tile of which only some lanes load weights: the others hold zeros.
+
+    x in LDS: the e2m1 of the wave's columns in their order, then, `code_place` bytes on, the codes as `MxCodes` has them.
+    """
+
+    def __init__(self, c: _Front, weight: str, scale: str, rows: int, present: Any = None, **x: Any) -> None:
+        super().__init__(c, **x)
+        g, gemv = c.g, c.gemv
+        self.row_bytes, self.scale_bytes = g.hidden // 2, g.hidden // MX_BLOCK
+        self.wave_bytes, self.wave_codes = g.wave_columns // 2, g.wave_columns // MX_BLOCK
+        self.tiles = g.wave_columns // gemv.MX_TILE_K
+        row, self.part = gemv.operand_lane()
+        self.lane_bytes = gemv.bf16_lane_bytes(self.row_bytes) + c.wave * self.wave_bytes
+        self.lane_codes = row * self.scale_bytes + c.wave * self.wave_codes
+        self.buffer = gemv.guarded(c.a[weight], rows * self.row_bytes, present)
+        self.codes = gemv.guarded(c.a[scale], rows * self.scale_bytes, present)
+
+    def loads(self, task: int, group: Any, slices: int = 1, which: Any = 0) -> list[list[Load]]:
+        """The group's loads, those of one step a list; the first of them brings the weights' codes."""
+        c, d, gemv, g = self.c, self.c.d, self.c.gemv, self.c.g
+        start, codes_start = group * (MFMA_ROWS * self.row_bytes), group * (MFMA_ROWS * self.scale_bytes)
+        lane_bytes, first, tiles, parts = self.lane_bytes, 0, self.tiles, gemv.MX_ROW_CODES
+        if slices > 1:
+            columns = g.wave_columns // slices
+            first = d.unsigned_divide(which * columns, gemv.MX_TILE_K)[0]
+            tiles = max(1, columns // gemv.MX_TILE_K)
+            parts = min(parts, columns // MX_BLOCK)
+            start, codes_start = start + first * gemv.MX_ROW_BYTES, codes_start + first * gemv.MX_ROW_CODES
+            if parts < gemv.MX_ROW_CODES:
+                own = d.unsigned_divide(self.part, parts)[0]
+                wanted = which & (gemv.MX_ROW_CODES // parts - 1)
+                lane_bytes = d.select(d.compare("eq", own, wanted), lane_bytes, d.I32(BEYOND_ROWS))
+        words: list[Any] = []
+
+        def codes() -> list[Any]:
+            words.extend(gemv.load_plain_mxfp4_codes(self.codes, self.lane_codes, tiles, scalar=codes_start))
+            return words
+
+        steps = [[self._tile(task, lane_bytes, start, n, first, parts, words)] for n in range(tiles)]
+        steps[0].insert(0, Load(tiles, codes))
+        return steps
+
+    def _tile(
+        self, task: int, lane_bytes: Any, start: Any, number: int, first: Any, parts: int, codes: list[Any]
+    ) -> Load:
+        """Tile `number` of a slice that starts with the wave's tile `first`; `codes`: the weights' code words."""
+        c, d, gemv = self.c, self.c.d, self.c.gemv
+
+        def x() -> tuple[Any, Any, int]:
+            """(e2m1 words, word with the code, its byte)."""
+            if self.sliced:  # all of it is one tile or a part of one
+                block = self.part & (parts - 1)
+                words = self.x.load(self.x_row + block * gemv.LANE_BYTES, d.vec(d.I32, 4))
+                code = self.x.load(self.x_row + parts * gemv.LANE_BYTES + block, d.I8)
+                return words, d.zext(code, d.I32), 0
+            tile = first + number
+            place = self.x_row + self.part * gemv.LANE_BYTES + tile * gemv.MX_ROW_BYTES
+            words = self.x.load(place, d.vec(d.I32, 4))
+            at = self.x_row + (self.wave_bytes + self.part * self.tiles)
+            if isinstance(first, int) and self.tiles % 4 == 0:
+                word = self.operand(("codes", number // 4), lambda: self.x.load(at + number // 4 * 4, d.I32))
+                return words, word, number % 4
+            return words, d.zext(self.x.load(at + tile, d.I8), d.I32), 0
+
+        place = (number, None if isinstance(first, int) else task)
+
+        def multiply(tile: Any, acc: Any) -> Any:
+            words, code, byte = self.operand(place, x)
+            return d.mfma_mxfp4(tile, words, acc, gemv.plain_mxfp4_code(codes[number]), 0, code, byte)
+
+        load = gemv.load_plain_mxfp4_tile
+        return Load(STEP_REGISTERS, lambda: load(self.buffer, lane_bytes, number, scalar=start), task, multiply)
+
+
 class Weights:
-    """The weight tiles of a workgroup (16 rows x 32 columns a wave and step), loaded in the order of their use.
+    """The weight tiles of a workgroup (16 rows x 32 columns in bf16, x 128 in MXFP4, a wave and step), loaded in the order
+    of their use.
 
     Order: the ba slice, the whole tasks (step by step, so that a step's x serves all of them), the left-over slice.
     All are in flight at the start as far as the registers last (`early`), some more once hidden is parked (`middle`),
@@ -641,60 +831,60 @@ class Weights:
     """
 
     def __init__(self, c: _Front) -> None:
-        d, gemv, g = c.d, c.gemv, c.g
+        d, g = c.d, c.g
         self.c = c
-        row_bytes = g.hidden * BF16_BYTES
-        wave_bytes = g.wave_columns * BF16_BYTES
-        self.lane_bytes = gemv.bf16_lane_bytes(row_bytes) + c.wave * wave_bytes
-        # x in LDS: column l % 16 of the product is a row of the step (columns past the last repeat it)
-        self.x_bytes = gemv.bf16_lane_bytes(c.x_pitch, gemv.clamped_row(c.rows)) + c.wave * wave_bytes
-
-        # (accumulator, buffer, uniform byte offset, number in the wave's columns, x offset) of every tile
-        self.tiles: list[tuple[int, Any, Any, int, Any]] = []
         self.whole, self.left, self.ba = list(range(g.whole_tasks)), None, in_proj_tasks(g) - 1
+        self.ba_group, self.ba_slice = d.unsigned_divide(c.block, g.ba_slices)
+        self.has_ba = d.compare("ult", c.block, d.I32(g.ba_groups * g.ba_slices))
 
-        slices = g.ba_slices
-        self.ba_group, self.ba_slice = d.unsigned_divide(c.block, slices)
-        self.has_ba = d.compare("ult", c.block, d.I32(g.ba_groups * slices))
-        ba_buffer = gemv.guarded(c.a["w_ba"], g.ba_rows * row_bytes, self.has_ba)
-        slice_bytes = wave_bytes // slices
-        start = self.ba_group * (MFMA_ROWS * row_bytes) + self.ba_slice * slice_bytes
-        for q in range(g.wave_steps // slices):
-            self.tiles.append((self.ba, ba_buffer, start, q, self.ba_slice * slice_bytes))
-
-        buffer = gemv.guarded(c.a["w_qkvz"], g.qkvz_rows * row_bytes)
-        for q in range(g.wave_steps):
-            for task in self.whole:
-                start = (c.block + task * g.blocks) * (MFMA_ROWS * row_bytes)
-                self.tiles.append((task, buffer, start, q, 0))
-
+        qkvz, ba = self._rows(c, "w_qkvz", g.qkvz_rows), self._rows(c, "w_ba", g.ba_rows, self.has_ba)
+        self.loads = [one for step in ba.loads(self.ba, self.ba_group, g.ba_slices, self.ba_slice) for one in step]
+        tasks = [qkvz.loads(task, c.block + task * g.blocks) for task in self.whole]
+        self.loads += [load for step in zip(*tasks, strict=True) for part in step for load in part]
         if g.leftover_groups:
             self.left = g.whole_tasks
-            slices = g.leftover_slices
-            self.left_group, self.left_slice = d.unsigned_divide(c.block, slices)
-            slice_bytes = wave_bytes // slices
+            self.left_group, self.left_slice = d.unsigned_divide(c.block, g.leftover_slices)
             group = self.left_group + g.whole_tasks * g.blocks
-            start = group * (MFMA_ROWS * row_bytes) + self.left_slice * slice_bytes
-            for q in range(g.wave_steps // slices):
-                self.tiles.append((self.left, buffer, start, q, self.left_slice * slice_bytes))
+            left = qkvz.loads(self.left, group, g.leftover_slices, self.left_slice)
+            self.loads += [load for step in left for load in step]
 
         self.loaded: list[Any] = []
-        self.steps = len(self.tiles)
+        self.steps = len(self.loads)
         # Registers of the rows: as loaded (two bf16 a word), then z in f32, or the residual alone (hidden is parked),
         # beside the unit's inputs.
         words = c.lane_columns * BF16_BYTES // 4 * c.rows
         loaded = words * (1 if c.key.first_layer else 2)
         left = c.lane_columns * c.rows if c.keep_z else loaded - words
         free = LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED
-        self.middle = max(0, min(self.steps, (free - UNIT_REGISTERS - left) // STEP_REGISTERS))
-        self.early = max(0, min(self.middle, (free - loaded) // STEP_REGISTERS))
+        self.middle = self._fitting(free - UNIT_REGISTERS - left)
+        self.early = min(self.middle, self._fitting(free - loaded))
+
+    @staticmethod
+    def _rows(c: _Front, weight: str, rows: int, present: Any = None) -> Rows16:
+        """The projection's rows in the key's format, on x of that format."""
+        ba, key = weight == "w_ba", c.key
+        form = key.ba_format if ba else key.qkvz_format
+        if ba and key.ba_format != key.qkvz_format:
+            where = {"x": c.lds["X_BA"], "pitch": c.x_ba_pitch, "area": c.x_ba_area, "sliced": True}
+        else:
+            where = {"x": c.lds["X"], "pitch": c.x_pitch, "area": c.g.wave_columns * BF16_BYTES}
+        if form == MXFP4:
+            return Mxfp4Rows16(c, weight, weight + "_scale", rows, present, **where)
+        return Bf16Rows16(c, weight, rows, present, **where)
+
+    def _fitting(self, registers: int) -> int:
+        """How many of the first loads fit into so many registers."""
+        total = 0
+        for n, load in enumerate(self.loads):
+            total += load.registers
+            if total > registers:
+                return n
+        return len(self.loads)
 
     def issue(self, upto: int) -> None:
-        """All waves: load tiles up to number `upto`."""
-        d, gemv = self.c.d, self.c.gemv
-        for _, buffer, start, tile, _ in self.tiles[len(self.loaded) : upto]:
-            self.loaded.append(gemv.load_bf16_tile(buffer, self.lane_bytes, tile, scalar=start))
-        d.compiler_fence()  # or the compiler sinks them to their use, and a trip to memory is exposed
+        """All waves: the loads up to number `upto`."""
+        self.loaded += [load.issue() for load in self.loads[len(self.loaded) : upto]]
+        self.c.d.compiler_fence()  # or the compiler sinks them to their use, and a trip to memory is exposed
 
 
 # ---- residual add and norm ---------------------------------------------------------------------------------------
@@ -726,11 +916,57 @@ def sums_of_squares(c: _Front, rows: Rows) -> list[list[Any]]:
 
 
 def _store_words(c: _Front, row: int, words: list[Any]) -> None:
-    """The lane's columns of `row` of x in LDS."""
+    """The lane's columns of `row` of x in LDS, as bf16."""
+    _put(c.lds["X"], words, c.tid * (4 * len(words)) + row * c.x_pitch)
+
+
+def _put(region: Any, words: list[Any], place: Any) -> None:
+    """Words to LDS, at most four a store."""
+    from sgl_amd_mono.common import device as d
+
     piece = min(len(words), 4)
     for first in range(0, len(words), piece):
-        value = words[first] if piece == 1 else c.d.vector_from(words[first : first + piece])
-        c.lds["X"].store(value, c.tid * (4 * len(words)) + row * c.x_pitch + 4 * first)
+        value = words[first] if piece == 1 else d.vector_from(words[first : first + piece])
+        region.store(value, place + 4 * first)
+
+
+def store_x(c: _Front, row: int, words: list[Any], weights: Weights) -> None:
+    """The lane's columns of `row` of x to LDS as in_proj reads them: X in in_proj_qkvz's format, and the columns of the
+    workgroup's ba slice in X_BA where in_proj_ba has another. Hidden of the row, parked in X, has been read."""
+    d, g, key = c.d, c.g, c.key
+    if key.qkvz_format == BF16:
+        _store_words(c, row, words)
+    else:
+        place = c.wave * (g.wave_columns * BF16_BYTES) + row * c.x_pitch
+        tiles = g.wave_columns // c.gemv.MX_TILE_K
+        store_mxfp4(c, c.lds["X"], words, place, c.lane, lambda n: g.wave_columns // 2 + (n & 3) * tiles + (n >> 2))
+    if key.ba_format == key.qkvz_format:
+        return
+    lanes = ba_columns(g) // c.lane_columns  # that hold the slice
+    slice_, lane = d.unsigned_divide(c.lane, lanes)
+    place = c.wave * c.x_ba_area + row * c.x_ba_pitch
+    with d.if_(weights.has_ba), d.if_(d.compare("eq", slice_, weights.ba_slice)):
+        if key.ba_format == BF16:
+            _put(c.lds["X_BA"], words, place + lane * (c.lane_columns * BF16_BYTES))
+        else:
+            store_mxfp4(c, c.lds["X_BA"], words, place, lane, lambda n: ba_columns(g) // 2 + n)
+
+
+def store_mxfp4(
+    c: _Front, region: Any, words: list[Any], place: Any, lane: Any, code_place: Callable[[Any], Any]
+) -> None:
+    """The lane's columns as MXFP4: e2m1 at `place` plus those of the lanes before it, each block's code at `place` +
+    `code_place(block)`. A block is `MX_BLOCK / lane_columns` lanes, which must all be here."""
+    d = c.d
+    lanes = MX_BLOCK // c.lane_columns
+    code = d.mxfp4_code_even(d.wave_max(d.bf16_amax(words), lanes))
+    each = 4  # words of bf16 that fill a word of e2m1
+    packed = [d.mxfp4_pack_bf16(words[n : n + each], code) for n in range(0, len(words), each)]
+    like = {1: d.I8, 2: d.I16}.get(len(words))
+    _put(region, packed if like is None else [d.trunc(packed[0], like)], place + lane * len(words))
+    block, rest = d.unsigned_divide(lane, lanes)
+    with d.if_(d.compare("eq", rest, d.I32(0))):
+        region.store(d.trunc(code, d.I8), place + code_place(block))
 
 
 def _load_words(c: _Front, row: int) -> list[Any]:
@@ -765,7 +1001,7 @@ def normalise(c: _Front, rows: Rows, kept: list[list[Any]], weights: Weights) ->
             for first in range(0, len(plain), piece):
                 value = plain[first] if piece == 1 else d.vector_from(plain[first : first + piece])
                 out.store(value, c.tid * (4 * len(plain)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
-        _store_words(c, t, x)
+        store_x(c, t, x, weights)
         if rows.residual and not c.keep_z:  # the row's residual leaves its registers to more weights
             weights.issue(weights.middle + (t + 1) * len(x) // STEP_REGISTERS)
 
@@ -788,16 +1024,13 @@ def _pack(c: _Front, value: Any) -> Any:
 
 
 def in_proj(c: _Front, weights: Weights) -> None:
-    """All waves: 16-row products over the wave's columns (MFMA 16x16x32: weight rows x rows of the step), then, behind
-    one barrier, the sum over the 8 waves in order, and the results as mailbox pairs."""
+    """All waves: 16-row products over the wave's columns (MFMA 16x16x32 in bf16, 16x16x128 scaled in MXFP4: weight rows x
+    rows of the step), then, behind one barrier, the sum over the 8 waves in order, and the results as mailbox pairs."""
     d, gemv, g, w = c.d, c.gemv, c.g, weights
     acc = [d.zero_acc() for _ in range(in_proj_tasks(g))]
-    x: dict[Any, Any] = {}
-    for (task, _, _, number, slice_bytes), tile in zip(w.tiles, w.loaded, strict=True):
-        place = (number, task if isinstance(slice_bytes, d.I32) else None)
-        if place not in x:
-            x[place] = c.lds["X"].load(w.x_bytes + slice_bytes + number * gemv.BF16_TILE_BYTES, d.vec(d.I32, 4))
-        acc[task] = d.mfma_bf16(tile, x[place], acc[task])
+    for load, value in zip(w.loads, w.loaded, strict=True):
+        if load.multiply is not None:
+            acc[load.task] = load.multiply(value, acc[load.task])
 
     # ACC[task][wave][row of the step][weight row]
     wave_bytes = c.rows * gemv.COLUMN_BYTES

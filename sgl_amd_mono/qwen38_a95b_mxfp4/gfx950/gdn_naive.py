@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import dequantize_mxfp4, quantize_mxfp4, scale_code_even
 
 L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 SOFTPLUS_LINEAR_ABOVE = 20.0  # softplus(x) = x above
@@ -29,12 +30,14 @@ class GdnWeights:
     """Weights of one GDN front. Shapes per rank, see Geometry."""
 
     norm_w: Tensor  # bf16 [hidden], applied as 1 + w
-    w_qkvz: Tensor  # bf16 [qkvz_rows, hidden]
-    w_ba: Tensor  # bf16 [ba_rows, hidden]
+    w_qkvz: Tensor  # bf16 [qkvz_rows, hidden], or MXFP4: uint8 [qkvz_rows, hidden / 2]
+    w_ba: Tensor  # bf16 [ba_rows, hidden], or MXFP4: uint8 [ba_rows, hidden / 2]
     conv_w: Tensor  # bf16 [conv_channels, 4]
     a_log: Tensor  # f32 [value_heads]
     dt_bias: Tensor  # bf16 [value_heads]
     gnorm_w: Tensor  # bf16 [128], applied as w
+    w_qkvz_scale: Tensor | None = None  # uint8 e8m0 [qkvz_rows, hidden / 32] of an MXFP4 weight
+    w_ba_scale: Tensor | None = None
 
 
 @dataclass
@@ -68,9 +71,17 @@ def residual_and_norm(hidden: Tensor, residual: Tensor | None, norm_w: Tensor, e
     return z.to(torch.bfloat16), round_bf16(x.double())
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """bf16(x @ weight^T): [S, hidden] x [rows, hidden] -> [S, rows]."""
-    return round_bf16(x @ weight.double().T)
+def project(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """bf16(x @ weight^T): [S, hidden] x [rows, hidden] -> [S, rows].
+
+    With `scale` the weight is MXFP4 (packed uint8 [rows, hidden / 2], codes uint8 [rows, hidden / 32]), and so is x: each
+    32 columns of a row of the bf16 x are rounded to e2m1 (to nearest even) under the power of two of `scale_code_even`,
+    as SGLang's Quark W4A4 linear does. The products are exact, the sum is float64.
+    """
+    if scale is None:
+        return round_bf16(x @ weight.double().T)
+    quantised = dequantize_mxfp4(*quantize_mxfp4(x.float(), scale_code_even))
+    return round_bf16(quantised @ dequantize_mxfp4(weight, scale).T)
 
 
 def silu(value: Tensor) -> Tensor:
@@ -145,8 +156,8 @@ def gdn_front(
     slot = torch.where(live, index, torch.zeros_like(index))
 
     residual_out, x = residual_and_norm(hidden, residual, weights.norm_w, g.eps)
-    proj = project(x, weights.w_qkvz) if products is None else products[0].double()
-    ba = project(x, weights.w_ba) if products is None else products[1].double()
+    proj = project(x, weights.w_qkvz, weights.w_qkvz_scale) if products is None else products[0].double()
+    ba = project(x, weights.w_ba, weights.w_ba_scale) if products is None else products[1].double()
 
     conv_out, conv_rows = conv_update(proj[:, : g.conv_channels], conv_state[slot], weights.conv_w)
     q = l2norm(conv_out[:, : g.key_width].reshape(rows, g.key_heads, g.head_dim)) * g.head_dim**-0.5
