@@ -6,6 +6,7 @@ One rank, any geometry, pools with free strides and guard slots that no row name
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,11 +17,12 @@ from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, gdn_front
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import quantize_mxfp4, scale_code_even
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import E2M1, MX_BLOCK
 
 LAYER = 5
 EPOCH = 7
 DEADLINE_TICKS = 5_000_000  # 50 ms of the virtual clock
+CODE_OF_ONE = 127  # the e8m0 code of a scale of 1
 STATE_SCALE = 0.25  # of the SSM state, so that o is mostly read from it, as after many steps
 JUNK = -3.0  # outputs start with it, so that a value that was not written shows
 
@@ -33,26 +35,33 @@ def bf16(generator: torch.Generator, *shape: int, scale: float, mean: float = 0.
 def make_weights(geometry: Geometry, seed: int, qkvz_format: str = gdn.BF16, ba_format: str = gdn.BF16) -> GdnWeights:
     """Weights whose products have unit size, as a trained layer's; the projections in the formats asked for."""
     g, gen = geometry, torch.Generator().manual_seed(seed)
-    weights = GdnWeights(
+    scale = g.hidden**-0.5
+    w_qkvz, w_qkvz_scale = projection(gen, g.qkvz_rows, g.hidden, scale, qkvz_format)
+    w_ba, w_ba_scale = projection(gen, g.ba_rows, g.hidden, scale, ba_format)
+    return GdnWeights(
         norm_w=bf16(gen, g.hidden, scale=0.1),
-        w_qkvz=bf16(gen, g.qkvz_rows, g.hidden, scale=g.hidden**-0.5),
-        w_ba=bf16(gen, g.ba_rows, g.hidden, scale=g.hidden**-0.5),
+        w_qkvz=w_qkvz,
+        w_ba=w_ba,
         conv_w=bf16(gen, g.conv_channels, 4, scale=0.4),
         a_log=torch.randn(g.value_heads, generator=gen) * 0.5,
         dt_bias=bf16(gen, g.value_heads, scale=0.5),
         gnorm_w=bf16(gen, g.head_dim, scale=0.1, mean=1.0),
+        w_qkvz_scale=w_qkvz_scale,
+        w_ba_scale=w_ba_scale,
     )
-    if qkvz_format == gdn.MXFP4:
-        weights.w_qkvz, weights.w_qkvz_scale = mxfp4(gen, weights.w_qkvz)
-    if ba_format == gdn.MXFP4:
-        weights.w_ba, weights.w_ba_scale = mxfp4(gen, weights.w_ba)
-    return weights
 
 
-def mxfp4(generator: torch.Generator, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as packed e2m1 and e8m0 codes; blocks are halved or doubled at random, so that the codes differ."""
-    packed, codes = quantize_mxfp4(weight, scale_code_even)
-    return packed, codes + torch.randint(-1, 2, codes.shape, generator=generator).to(codes.dtype)
+def projection(
+    generator: torch.Generator, rows: int, columns: int, scale: float, form: str
+) -> tuple[Tensor, Tensor | None]:
+    """A projection of about the scale asked for: (bf16 weight, None), or (packed e2m1, e8m0 codes), where all e2m1 are
+    as frequent and blocks are halved or doubled at random."""
+    if form == gdn.BF16:
+        return bf16(generator, rows, columns, scale=scale), None
+    spread = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
+    code = CODE_OF_ONE + round(math.log2(scale / spread))
+    packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+    return packed, torch.randint(code - 1, code + 2, (rows, columns // MX_BLOCK), generator=generator).to(torch.uint8)
 
 
 @dataclass

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helpers.k1_inputs import JUNK, K1Case
+from helpers.k1_inputs import JUNK, K1Case, run
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace
 
 CORE_REL_L2 = 1e-3
 CORE_COSINE = 0.999999
 STATE_REL_L2 = 1e-3  # given the launch's own products
 PRODUCT_REL_L2 = 2e-3  # of a row: room for one x that falls to the other side of a bf16 step
+DEVICE_HOPS = 2  # at every width, also where a wave has units of several rows
+OUTPUTS = ("core", "residual", "conv", "ssm")
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -135,4 +137,36 @@ def report(case: K1Case, before: Before) -> str:
         f"core rel L2 {core_errors(case.core[live].reshape(1, -1), trace.core[live].reshape(1, -1))[0]:.2e} "
         f"(worst row {core_errors(case.core[live], trace.core[live])[0]:.2e}, given the products "
         f"{core_errors(case.core[live], own.core[live])[0]:.2e}), {100 * equal:.3f} % equal; SSM rel L2 {ssm.max():.2e}"
+    )
+
+
+def checked(case: K1Case, **how: object) -> None:
+    """Run once and hold the gates."""
+    before = Before.of(case)
+    result = run(case, **how)
+    print(report(case, before))
+    assert result.longest_device_hops <= DEVICE_HOPS and result.longest_cross_hops == 0
+    assert not failures(case, before)
+    assert not case.fault.failed
+
+
+def outputs_by_row(case: K1Case) -> list[tuple[Tensor, ...]]:
+    """What a launch left for each row, in the order of OUTPUTS: core, residual, conv slot, SSM slot."""
+    slots = case.state_index.long().clamp(min=0)
+    return [
+        (case.core[t].clone(), case.residual_out[t].clone(), case.conv_state[s].clone(), case.ssm_state[s].clone())
+        for t, s in enumerate(slots.tolist())
+    ]
+
+
+def select_rows(case: K1Case, rows: list[int]) -> K1Case:
+    """A case of some rows of another one (fresh copies of the pools)."""
+    return dataclasses.replace(
+        case,
+        key=dataclasses.replace(case.key, width=len(rows)),
+        hidden=case.hidden[rows].clone(),
+        residual=None if case.residual is None else case.residual[rows].clone(),
+        state_index=case.state_index[rows].clone(),
+        conv_state=case.conv_state.clone(),
+        ssm_state=case.ssm_state.clone(),
     )

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.k1_gates import Before, failures, nothing_written, report, same_bits
-from helpers.k1_inputs import EPOCH, LAYER, K1Case, make_case, make_weights, run
+from helpers.k1_gates import OUTPUTS, Before, checked, failures, nothing_written, outputs_by_row, same_bits, select_rows
+from helpers.k1_inputs import EPOCH, LAYER, make_case, make_weights, run
 
 from sgl_amd_mono.common.build import compile_artifact
 from sgl_amd_mono.common.sync import tag_of
@@ -18,7 +18,6 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
 TP1, TP2 = Geometry.small(1), Geometry.small(2)
 full = pytest.mark.full
-DEVICE_HOPS = 2  # at every width, also where a wave has units of several rows
 PADS = {1: (0,), 2: (1,), 3: (1,), 4: (0, 2), 5: (4,), 6: (0, 5), 7: (3, 4), 8: (0, 2, 7)}
 
 # (width, first layer, state dtype, with pad rows) that `make test` runs; `make test-full` runs the whole product.
@@ -40,16 +39,6 @@ PRODUCT = [
         for pads in (False, True)
     )
 ]
-
-
-def checked(case: K1Case, **how: object) -> None:
-    """Run once and hold the gates."""
-    before = Before.of(case)
-    result = run(case, **how)
-    print(report(case, before))
-    assert result.longest_device_hops <= DEVICE_HOPS and result.longest_cross_hops == 0
-    assert not failures(case, before)
-    assert not case.fault.failed
 
 
 @pytest.mark.parametrize(("width", "first", "dtype", "pads"), PRODUCT)
@@ -107,31 +96,6 @@ def test_pool_beyond_4_gib() -> None:
     assert same_bits(case.residual_out, trace.residual_out)
 
 
-OUTPUTS = ("core", "residual", "conv", "ssm")
-
-
-def outputs_by_row(case: K1Case) -> list[tuple[torch.Tensor, ...]]:
-    """What a launch left for each row: core, residual, conv slot, SSM slot."""
-    slots = case.state_index.long().clamp(min=0)
-    return [
-        (case.core[t].clone(), case.residual_out[t].clone(), case.conv_state[s].clone(), case.ssm_state[s].clone())
-        for t, s in enumerate(slots.tolist())
-    ]
-
-
-def select_rows(case: K1Case, rows: list[int], geometry: Geometry, **key: object) -> K1Case:
-    """A case of some rows of another one (fresh copies of the pools)."""
-    return dataclasses.replace(
-        case,
-        key=GdnKey(geometry, len(rows), stop=False, **key),
-        hidden=case.hidden[rows].clone(),
-        residual=None if case.residual is None else case.residual[rows].clone(),
-        state_index=case.state_index[rows].clone(),
-        conv_state=case.conv_state.clone(),
-        ssm_state=case.ssm_state.clone(),
-    )
-
-
 @pytest.mark.parametrize(
     "widths",
     [pytest.param((1, 5), id="1-5"), pytest.param((1, 2, 3, 4, 5, 6, 7, 8), marks=full, id="all")],
@@ -140,12 +104,12 @@ def select_rows(case: K1Case, rows: list[int], geometry: Geometry, **key: object
 def test_batch_invariance(geometry: Geometry, widths: tuple[int, ...]) -> None:
     """Row 7 of an 8-row step, alone and beside any other rows, at every width and place: the same bits."""
     case = make_case(GdnKey(geometry, 8, stop=False), seed=7)
-    whole = select_rows(case, list(range(8)), geometry)
+    whole = select_rows(case, list(range(8)))
     run(whole)
     want = outputs_by_row(whole)
     for width in widths:
         rows = [7, 2, 5, 0, 6, 1, 3, 4][:width] if width % 2 else [4, 0, 2, 7, 1, 3, 5, 6][-width:]
-        part = select_rows(case, rows, geometry)
+        part = select_rows(case, rows)
         run(part)
         for place, row in enumerate(rows):
             for name, a, b in zip(OUTPUTS, outputs_by_row(part)[place], want[row], strict=True):
@@ -155,9 +119,9 @@ def test_batch_invariance(geometry: Geometry, widths: tuple[int, ...]) -> None:
 def test_other_rows_do_not_matter() -> None:
     """NaN and huge values in the other rows leave a row's bits alone."""
     case = make_case(GdnKey(TP1, 3, stop=False), seed=8)
-    clean = select_rows(case, [0, 1, 2], TP1)
+    clean = select_rows(case, [0, 1, 2])
     run(clean)
-    dirty = select_rows(case, [0, 1, 2], TP1)
+    dirty = select_rows(case, [0, 1, 2])
     dirty.hidden[0], dirty.hidden[2] = float("nan"), 1e30
     run(dirty)
     for a, b in zip(outputs_by_row(clean)[1], outputs_by_row(dirty)[1], strict=True):
@@ -169,7 +133,7 @@ def test_batch_invariance_sees_a_swapped_sum(monkeypatch: pytest.MonkeyPatch) ->
     from sgl_amd_mono.sim import CodeObject
 
     case = make_case(GdnKey(TP1, 8, stop=False), seed=9)
-    right, swapped = (select_rows(case, list(range(8)), TP1) for _ in range(2))
+    right, swapped = (select_rows(case, list(range(8))) for _ in range(2))
     run(right)
     monkeypatch.setattr(gdn, "WAVE_ORDER", tuple(reversed(range(8))))
     run(swapped, code=CodeObject.parse(compile_artifact(swapped.key).isa))

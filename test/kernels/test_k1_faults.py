@@ -53,13 +53,28 @@ ROWS = [
     for width in ((1,) if place.geometry is TRUE else (1, 8))
     for memory in ("consistent", "adversarial")
 ]
+MXFP4_ROWS = ("b rows", "left-over z rows")  # of the places, those that `make test` runs in MXFP4 as well
 
 
 @pytest.mark.parametrize(("place", "width", "memory"), ROWS)
 def test_a_stall_ends_the_launch(place: Place, width: int, memory: str) -> None:
+    stalled(place, GdnKey(place.geometry, width, stop=False), memory)
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p.name in MXFP4_ROWS else full, id=p.name.replace(" ", "-")) for p in PLACES]
+)
+def test_a_stall_ends_the_launch_in_mxfp4(place: Place) -> None:
+    key = GdnKey(place.geometry, 1, stop=False, qkvz_format="mxfp4", ba_format="mxfp4")
+    stalled(place, key, "consistent")
+
+
+def stalled(place: Place, key: GdnKey, memory: str) -> None:
+    """Run with a stall at the place, and hold the gates of the class."""
     from sgl_amd_mono.sim import Stall
 
-    case = make_case(GdnKey(place.geometry, width, stop=False), seed=31)
+    width = key.width
+    case = make_case(key, seed=31)
     before = Before.of(case)
     stall = Stall(rank=0, workgroup=place.workgroup, wave=place.wave, at=place.at)
     report = run(case, memory=memory, faults=[stall], deadline_ticks=STALL_DEADLINE)

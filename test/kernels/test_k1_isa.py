@@ -16,15 +16,25 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 full = pytest.mark.full
 TRUE = Geometry.a95b()
 GEOMETRIES = {"a95b": TRUE, "small-tp1": Geometry.small(1), "small-tp2": Geometry.small(2)}
-SUBSET = {("a95b", 1, False, "float32"), ("a95b", 8, False, "float32"), ("small-tp2", 4, False, "float32")}
+PLAIN, MX = ("bfloat16", "bfloat16"), ("mxfp4", "mxfp4")
+MIXED = (("mxfp4", "bfloat16"), ("bfloat16", "mxfp4"))
+SUBSET = {
+    ("a95b", 1, False, "float32", PLAIN),
+    ("a95b", 8, False, "float32", PLAIN),
+    ("small-tp2", 4, False, "float32", PLAIN),
+    ("a95b", 1, False, "float32", MX),
+    ("a95b", 8, False, "float32", MIXED[0]),
+    ("a95b", 8, False, "float32", MIXED[1]),
+}
 KEYS = [
-    pytest.param(*row, marks=() if row in SUBSET else full, id="-".join(map(str, row)))
+    pytest.param(*row, marks=() if row in SUBSET else full, id="-".join(map(str, (*row[:-1], *row[-1]))))
     for row in (
-        (name, width, first, dtype)
+        (name, width, first, dtype, formats)
         for name in GEOMETRIES
         for width in range(1, 9)
         for first in (False, True)
         for dtype in ("float32", "bfloat16")
+        for formats in (PLAIN, *([MX, *MIXED] if dtype == "float32" or width == 8 else []))
     )
 ]
 
@@ -45,10 +55,11 @@ def scope(line: str) -> str:
     return " ".join(re.findall(r"\bsc[01]\b", line))
 
 
-@pytest.mark.parametrize(("name", "width", "first", "dtype"), KEYS)
-def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "width", "first", "dtype", "formats"), KEYS)
+def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str, formats: tuple[str, str]) -> None:
     g = GEOMETRIES[name]
-    key = GdnKey(g, width, first_layer=first, state_dtype=dtype, stop=False)
+    qkvz, ba = formats
+    key = GdnKey(g, width, first_layer=first, state_dtype=dtype, stop=False, qkvz_format=qkvz, ba_format=ba)
     artifact = build(key)
     found, lines = artifact.resources, instructions(artifact)
     assert found.vgprs <= VGPR_MAX and found.agprs == 0
@@ -74,14 +85,24 @@ def test_resources_and_scopes(name: str, width: int, first: bool, dtype: str) ->
     assert not unbounded_polls(artifact.isa) and not flags_without_drain(artifact.isa)
 
     weights = [n for n, line in enumerate(lines) if re.search(r"\bnt\b", line)]
-    steps = g.wave_steps
-    tiles = g.whole_tasks * steps + steps // g.ba_slices + (steps // g.leftover_slices if g.leftover_groups else 0)
+    tiles = g.whole_tasks * loads(g, qkvz, 1) + loads(g, ba, g.ba_slices)
+    tiles += loads(g, qkvz, g.leftover_slices) if g.leftover_groups else 0
     assert len(weights) == tiles
+    scaled = count(lines, r"^v_mfma_scale_f32_16x16x128_f8f6f4")
+    assert bool(scaled) == ("mxfp4" in formats)
     first_barrier = next(n for n, line in enumerate(lines) if line.startswith("s_barrier"))
     early = sum(n < first_barrier for n in weights)
     assert early >= tiles * (0.4 if width > 2 else 0.7), f"{early} of {tiles} weight tiles before a wait"
     first_product = next(n for n, line in enumerate(lines) if line.startswith("v_mfma"))
     assert all(n < first_product for n in weights)
+
+
+def loads(g: Geometry, form: str, slices: int) -> int:
+    """Loads of a wave's columns of 16 rows, cut in slices: tiles, and in MXFP4 the codes, 16 bytes a lane at most."""
+    if form == "bfloat16":
+        return g.wave_steps // slices
+    tiles = max(1, g.wave_columns // slices // 128)
+    return tiles + max(1, tiles // 4)
 
 
 def publish_sites(key: GdnKey) -> int:
@@ -107,10 +128,12 @@ def test_stop_builds_fault_wherever_they_leave() -> None:
     assert returns
 
 
+@pytest.mark.parametrize("formats", [PLAIN, MX, *MIXED])
 @pytest.mark.parametrize("width", range(1, 9))
-def test_lds_of_the_true_size(width: int) -> None:
+def test_lds_of_the_true_size(width: int, formats: tuple[str, str]) -> None:
     """The layout fits at every width, without a build."""
-    assert sum(gdn.lds_layout(GdnKey(TRUE, width)).values()) <= LDS_MAX
+    key = GdnKey(TRUE, width, qkvz_format=formats[0], ba_format=formats[1])
+    assert sum(gdn.lds_layout(key).values()) <= LDS_MAX
 
 
 def test_abi_has_no_gap_and_no_twin() -> None:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 from helpers.k1_gates import Before, failures, report, same_bits
-from helpers.k1_inputs import make_case, make_weights, run
+from helpers.k1_inputs import K1Case, make_case, make_weights, run
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
@@ -41,12 +41,39 @@ def test_true_size(width: int, first: bool, dtype: str, pads: tuple[int, ...], w
     result = run(case)
     print(report(case, before), f"; {result.wave_instructions} wave-instructions; hops {result.hop_chain}")
     assert not failures(case, before)
+    hops_and_bytes(case, result)
+
+
+def hops_and_bytes(case: K1Case, result: object) -> None:
+    """Two hops; the workgroups stream the same number of bytes, and no weight twice."""
     assert result.longest_device_hops == DEVICE_HOPS and result.longest_cross_hops == 0
     streamed = result.launches[0].streamed_per_workgroup
     assert max(streamed) <= 1.10 * statistics.mean(streamed)
-    unique = sum(t.numel() * t.element_size() for t in (weights.w_qkvz, weights.w_ba))
-    requested = sum(sum(result.bytes_read[0, name].values()) for name in ("w_qkvz", "w_ba"))
+    names = [name for name in ("w_qkvz", "w_ba") if (0, name) in result.bytes_read]
+    unique = sum(getattr(case.weights, name).nbytes for name in names)
+    requested = sum(sum(result.bytes_read[0, name].values()) for name in names)
     assert requested <= 1.02 * unique
+
+
+@pytest.mark.parametrize(
+    ("width", "formats"),
+    [
+        pytest.param(1, ("mxfp4", "mxfp4")),
+        pytest.param(1, ("mxfp4", "bfloat16"), marks=full),
+        pytest.param(1, ("bfloat16", "mxfp4"), marks=full),
+        pytest.param(8, ("mxfp4", "mxfp4"), marks=full),
+        pytest.param(8, ("mxfp4", "bfloat16"), marks=full),
+        pytest.param(8, ("bfloat16", "mxfp4"), marks=full),
+    ],
+)
+def test_true_size_in_mxfp4(width: int, formats: tuple[str, str]) -> None:
+    key = GdnKey(TRUE, width, stop=False, qkvz_format=formats[0], ba_format=formats[1])
+    case = make_case(key, seed=95)
+    before = Before.of(case)
+    result = run(case)
+    print(report(case, before), f"; {result.wave_instructions} wave-instructions; hops {result.hop_chain}")
+    assert not failures(case, before)
+    hops_and_bytes(case, result)
 
 
 @full

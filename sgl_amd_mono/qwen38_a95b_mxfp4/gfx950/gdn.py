@@ -37,6 +37,10 @@ Order of every float32 sum (none depends on the width or on another row):
   (0 + 2) + (1 + 3) with fused products, then lanes at distance 1, 2, 4, 8, 16
 * gated norm: squares of 8 rows at distance 1, 2, 4, the head's 16 sums at distance 1, 2, 4, 8
 
+A projection's weight may be MXFP4 (`qkvz_format`, `ba_format`): e2m1 with an e8m0 code for 32 columns, in Quark's plain
+layout. The bf16 x is then quantised to MXFP4 as well, behind the norm, as SGLang's W4A4 linear does it (code of
+`mxfp4_code_even`, e2m1 to nearest even), and its scaled MFMA steps are 128 columns.
+
 Rounded to bf16: residual_out, x, PROJ (after the last sum), b and a, each conv product, conv outputs, beta
 (`round_beta`), o before the gated norm, core, and the state where its pool is bf16. All else is float32.
 """
@@ -690,9 +694,9 @@ class Load:
 class Rows16:
     """16-row groups of a projection: the loads of this wave's columns, and the products with its columns of x.
 
-    A group is computed over all of the wave's columns, or, cut in `slices`, over slice number `which` of them. Subclasses say
-    how weights and x are stored; x is in LDS, a row of the step each `pitch` bytes, the wave's columns at `wave * area`.
-    A `sliced` x holds the columns of the workgroup's one slice alone.
+    A group is computed over all of the wave's columns, or, cut in `slices`, over slice number `which` of them.
+    Subclasses say how weights and x are stored; x is in LDS, a row of the step each `pitch` bytes, the wave's columns
+    at `wave * area`. A `sliced` x holds the columns of the workgroup's one slice alone.
     """
 
     def __init__(self, c: _Front, x: Any, pitch: int, area: int, sliced: bool = False) -> None:
@@ -730,7 +734,7 @@ class Bf16Rows16(Rows16):
         return [[self._tile(task, start, n, skip)] for n in range(self.c.g.wave_steps // slices)]
 
     def _tile(self, task: int, start: Any, number: int, skip: Any) -> Load:
-        c, d, gemv = self.c, self.c.d, self.c.gemv
+        d, gemv = self.c.d, self.c.gemv
 
         def x() -> Any:
             place = self.x_bytes if self.sliced else self.x_bytes + skip
@@ -746,10 +750,11 @@ class Bf16Rows16(Rows16):
 
 
 class Mxfp4Rows16(Rows16):
-    """MXFP4 weights, uint8 [rows, hidden / 2] and codes [rows, hidden / 32] as Quark stores them, times MXFP4 x: tiles of
-    128 columns. A slice narrower than a tile is a tile of which only some lanes load weights: the others hold zeros.
+    """MXFP4 weights, uint8 [rows, hidden / 2] and codes [rows, hidden / 32] as Quark stores them, times MXFP4 x: tiles
+    of 128 columns. A slice narrower than a tile is a tile of which only some lanes load weights: the others hold zeros.
 
-    x in LDS: the e2m1 of the wave's columns in their order, then, `code_place` bytes on, the codes as `MxCodes` has them.
+    x in LDS, see `store_x`: the e2m1 of the wave's columns in their order, then their codes, tile by tile for each part
+    of a tile (a lane's own codes lie together), in a sliced x in the order of the columns.
     """
 
     def __init__(self, c: _Front, weight: str, scale: str, rows: int, present: Any = None, **x: Any) -> None:
@@ -766,7 +771,7 @@ class Mxfp4Rows16(Rows16):
 
     def loads(self, task: int, group: Any, slices: int = 1, which: Any = 0) -> list[list[Load]]:
         """The group's loads, those of one step a list; the first of them brings the weights' codes."""
-        c, d, gemv, g = self.c, self.c.d, self.c.gemv, self.c.g
+        d, gemv, g = self.c.d, self.c.gemv, self.c.g
         start, codes_start = group * (MFMA_ROWS * self.row_bytes), group * (MFMA_ROWS * self.scale_bytes)
         lane_bytes, first, tiles, parts = self.lane_bytes, 0, self.tiles, gemv.MX_ROW_CODES
         if slices > 1:
@@ -793,7 +798,7 @@ class Mxfp4Rows16(Rows16):
         self, task: int, lane_bytes: Any, start: Any, number: int, first: Any, parts: int, codes: list[Any]
     ) -> Load:
         """Tile `number` of a slice that starts with the wave's tile `first`; `codes`: the weights' code words."""
-        c, d, gemv = self.c, self.c.d, self.c.gemv
+        d, gemv = self.c.d, self.c.gemv
 
         def x() -> tuple[Any, Any, int]:
             """(e2m1 words, word with the code, its byte)."""
@@ -822,8 +827,8 @@ class Mxfp4Rows16(Rows16):
 
 
 class Weights:
-    """The weight tiles of a workgroup (16 rows x 32 columns in bf16, x 128 in MXFP4, a wave and step), loaded in the order
-    of their use.
+    """The weight tiles of a workgroup (16 rows x 32 columns in bf16, x 128 in MXFP4, a wave and step), loaded in the
+    order of their use.
 
     Order: the ba slice, the whole tasks (step by step, so that a step's x serves all of them), the left-over slice.
     All are in flight at the start as far as the registers last (`early`), some more once hidden is parked (`middle`),
@@ -1024,8 +1029,9 @@ def _pack(c: _Front, value: Any) -> Any:
 
 
 def in_proj(c: _Front, weights: Weights) -> None:
-    """All waves: 16-row products over the wave's columns (MFMA 16x16x32 in bf16, 16x16x128 scaled in MXFP4: weight rows x
-    rows of the step), then, behind one barrier, the sum over the 8 waves in order, and the results as mailbox pairs."""
+    """All waves: 16-row products over the wave's columns (MFMA 16x16x32 in bf16, scaled 16x16x128 in MXFP4: weight rows
+    x rows of the step), then, behind one barrier, the sum over the 8 waves in order, and the results as mailbox pairs.
+    """
     d, gemv, g, w = c.d, c.gemv, c.g, weights
     acc = [d.zero_acc() for _ in range(in_proj_tasks(g))]
     for load, value in zip(w.loads, w.loaded, strict=True):

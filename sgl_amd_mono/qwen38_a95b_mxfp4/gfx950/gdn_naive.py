@@ -74,9 +74,9 @@ def residual_and_norm(hidden: Tensor, residual: Tensor | None, norm_w: Tensor, e
 def project(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """bf16(x @ weight^T): [S, hidden] x [rows, hidden] -> [S, rows].
 
-    With `scale` the weight is MXFP4 (packed uint8 [rows, hidden / 2], codes uint8 [rows, hidden / 32]), and so is x: each
-    32 columns of a row of the bf16 x are rounded to e2m1 (to nearest even) under the power of two of `scale_code_even`,
-    as SGLang's Quark W4A4 linear does. The products are exact, the sum is float64.
+    With `scale` the weight is MXFP4 (packed uint8 [rows, hidden / 2], codes uint8 [rows, hidden / 32]), and so is x:
+    each 32 columns of a row of the bf16 x are rounded to e2m1 (to nearest even) under the power of two of
+    `scale_code_even`, as SGLang's Quark W4A4 linear does. The products are exact, the sum is float64.
     """
     if scale is None:
         return round_bf16(x @ weight.double().T)
