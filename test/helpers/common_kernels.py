@@ -358,6 +358,11 @@ def operations() -> dict[str, Callable[[Any, Any, Any, Any], Any]]:
             ),
             "code": lambda d, a, b, t: d.mxfp4_code(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
             "code_even": lambda d, a, b, t: d.mxfp4_code_even(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
+            "bf16_amax": lambda d, a, b, t: d.bf16_amax([d.bitcast(a, d.I32), d.bitcast(b, d.I32)]),
+            "pack_fp4": lambda d, a, b, t: d.mxfp4_pack_bf16(
+                [d.bitcast(a, d.I32), d.bitcast(b, d.I32)],
+                d.mxfp4_code_even(d.bf16_amax([d.bitcast(a, d.I32), d.bitcast(b, d.I32)])),
+            ),
             "fma": lambda d, a, b, t: d.fma(a, b, a),
             "maximum": lambda d, a, b, t: d.maximum(a, b),
             "exp": lambda d, a, b, t: d.exp(a),

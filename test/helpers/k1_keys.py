@@ -17,6 +17,21 @@ def keys(geometries: tuple[Geometry, ...]) -> list[GdnKey]:
         for first in (False, True)
         for dtype in ("float32", "bfloat16")
     ]
+    mixed = (("mxfp4", "mxfp4"), ("mxfp4", "bfloat16"), ("bfloat16", "mxfp4"))
+    found += [
+        GdnKey(
+            geometry,
+            width,
+            first_layer=width % 3 == 2,
+            state_dtype="bfloat16" if width % 2 == 0 else "float32",
+            stop=False,
+            qkvz_format=qkvz,
+            ba_format=ba,
+        )
+        for geometry in geometries
+        for width in range(1, 9)
+        for qkvz, ba in mixed
+    ]
     small = Geometry.small(1)
     return [*found, GdnKey(small, 1, stop=True), GdnKey(small, 1, round_beta=False, stop=False)]
 

@@ -150,6 +150,20 @@ def test_mx_codes_are_exact_everywhere() -> None:
             assert np.array_equal(results[name], expected), (name, amax[results[name] != expected])
 
 
+def test_mx_of_packed_bf16() -> None:
+    """Two words of two bf16 a thread: their largest magnitude, and their e2m1 under the code of a block of the four."""
+    generator = np.random.default_rng(8)
+    values = generator.standard_normal((512, 4)) * np.exp2(generator.integers(-60, 60, (512, 1)))
+    halves = bf16(values.astype(np.float32).ravel()).reshape(512, 4)
+    words = halves[:, 0::2] | (halves[:, 1::2] << 16)
+    got = run_operations(f32(words[:, 0]).copy(), f32(words[:, 1]).copy())
+    x = f32(halves << 16)
+    assert np.array_equal(f32(got["bf16_amax"]), np.abs(x).max(1))
+    block = np.concatenate([x, np.zeros((512, 28), np.float32)], 1)
+    nibbles = mx.nibbles(block, mx.block_codes_even(block))[:, :4]
+    assert np.array_equal(got["pack_fp4"], (nibbles << (4 * np.arange(4))).sum(1))
+
+
 @pytest.mark.parametrize("memory", MODELS)
 def test_accesses_of_every_width_and_policy(memory: str) -> None:
     where = cluster(memory)

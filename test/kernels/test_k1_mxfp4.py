@@ -121,7 +121,7 @@ def broken(case: K1Case, change: str) -> K1Case:
     weights = {
         "scale shifted by a block": {"w_qkvz_scale": w.w_qkvz_scale.roll(1, 1)},
         "scale of the next row": {"w_ba_scale": w.w_ba_scale.roll(1, 0)},
-        "one block's code off by one": {"w_qkvz_scale": _one_more(w.w_qkvz_scale)},
+        "a block's code one higher": {"w_qkvz_scale": _one_more(w.w_qkvz_scale)},
         "nibbles swapped": {"w_ba": (w.w_ba >> 4) | (w.w_ba << 4)},
         "the layout of the assembly GEMM": {"w_qkvz": shuffle_weight(w.w_qkvz)},
     }[change]
@@ -129,9 +129,9 @@ def broken(case: K1Case, change: str) -> K1Case:
 
 
 def _one_more(codes: torch.Tensor) -> torch.Tensor:
-    """One code of a v row two higher."""
+    """The code of columns 224 .. 255 of every row one higher."""
     codes = codes.clone()
-    codes[TP1.v_offset + 5, 7] += 2
+    codes[:, 7] += 1
     return codes
 
 
@@ -140,7 +140,7 @@ def _one_more(codes: torch.Tensor) -> torch.Tensor:
     [
         "scale shifted by a block",
         "scale of the next row",
-        "one block's code off by one",
+        "a block's code one higher",
         "nibbles swapped",
         "the layout of the assembly GEMM",
     ],
