@@ -143,6 +143,11 @@ def convert(value: Any, like: Any) -> Any:
     return wrap(arith.TruncFOp(type_of(like), raw(value)).result, like)
 
 
+def extend(value: Any, like: Any) -> Any:
+    """Widen a float to ``like`` (exact)."""
+    return wrap(arith.ExtFOp(type_of(like), raw(value)).result, like)
+
+
 def vector_from(elements: Sequence[Any]) -> Any:
     """Vector from scalars of one type."""
     return fx.Vector.from_elements(list(elements), type(elements[0]))

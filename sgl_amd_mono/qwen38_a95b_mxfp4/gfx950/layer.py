@@ -7,7 +7,7 @@ One workgroup of 512 threads on each CU, all resident, all ranks together; S = w
 hand-off       value                                                   written by                           scope
 =============  ======================================================  ===================================  =========
 AR             bf16 pairs of the output projection's partials          every workgroup, to every rank       cross 1
-Z, MSQ         z rows in 24 bits; sums of squares, which are the flag  the H/128 workgroups of the norm     device 1
+Z, MSQ         z rows as scaled f16; sums of squares, also their flag  the H/128 workgroups of the norm     device 1
 RLOG           bf16 logits of two rows                                 a workgroup an expert, to all ranks  cross 2
 SHARED, GATE   shared expert's activation, its sigmoid gate            every workgroup; one workgroup       device
 INTER          routed intermediates: MXFP4 words and codes             a workgroup a (slot, 32 columns)     device 2
@@ -67,7 +67,7 @@ ABI: Abi = (
 # Regions as fault records number them.
 AR, MSQ, RLOG, SHARED, GATE, INTER, FINAL, MARKS = range(8)
 REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS")
-WAIT_ORDER = {AR: 0, MSQ: 1, RLOG: 2, SHARED: 3, GATE: 3, INTER: 3, FINAL: 4, MARKS: 5}  # along the longest chain
+WAIT_ORDER = {AR: 0, MSQ: 1, RLOG: 2, SHARED: 3, GATE: 3, INTER: 4, FINAL: 5, MARKS: 6}  # along the longest chain
 WAITS = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL")  # what a launch waits for, in order
 CROSS_WAITS = ("AR", "RLOG", "FINAL")  # the waits on other ranks
 
@@ -86,6 +86,8 @@ INTER_WORDS = 4  # words of 8 e2m1 in one MX block
 INTER_PAIRS = INTER_WORDS + 1  # ... and its code
 LDS_PAD = 16  # bytes after an LDS row, so that rows start in different banks
 LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
+F16_TOP = 15  # 2**15 is the largest power of two below f16's largest value
+F32_BIAS = 127
 REGION_ALIGN = 256
 
 
@@ -134,8 +136,8 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
     """Named ranges of the scratch buffer.
 
     Mailboxes: MSQ [S][H/128], SHARED [ceil(S/2)][SI], GATE [S], INTER [S][top_k][RI/32][5], MARKS [blocks], all pairs.
-    Plain: Z_HIGH uint16 [S][H] and Z_LOW uint8 [S][H] (bits 31..16 and 15..8 of z), X bf16 [S][H], ROUTE int32 ids
-    [S][16], then f32 weights [S][16] (top_k of each are used); X and ROUTE are there for check mode and tests.
+    Plain: Z f16 [S][H] (see `norm`), X bf16 [S][H], ROUTE int32 ids [S][16], then f32 weights [S][16] (top_k of each
+    are used); X and ROUTE are there for check mode and tests.
     """
     s, h = width, geometry.hidden
     sizes = {
@@ -144,8 +146,7 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
         "GATE": s * PAIR_BYTES,
         "INTER": s * geometry.top_k * (geometry.moe_intermediate // MX_BLOCK) * INTER_PAIRS * PAIR_BYTES,
         "MARKS": geometry.blocks * PAIR_BYTES,
-        "Z_HIGH": 2 * s * h,
-        "Z_LOW": s * h,
+        "Z": 2 * s * h,
         "X": 2 * s * h,
         "ROUTE": 2 * s * ROUTE_WORDS * 4,
     }
@@ -412,7 +413,7 @@ class _Launch:
         code_row = g.hidden // MX_BLOCK + LDS_PAD
         sizes = {
             "dead": 16,
-            "rstd": 4 * MAX_ROWS,
+            "rstd": 4 * s * g.norm_partials,  # of a row, with the scale of each partial's z
             "gates": 4 * MAX_ROWS,
             "masks": 8 * WAVES,
             "ids": 4 * ROUTE_WORDS * s,
@@ -593,9 +594,9 @@ def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, 
 def norm(k: _Launch) -> None:
     """Workgroups 0 .. H/128 - 1, wave t = row t, a lane two of the 128 columns. Waits for AR; publishes Z and MSQ.
 
-    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels in 24 bits (nearest
-    even), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after this
-    wave's stores of z have completed.
+    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels as f16 of z * 2**n (see
+    `_z_exponent`), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after
+    this wave's stores of z have completed.
     """
     d, g, s = k.d, k.g, k.s
     with k.at(k.below(k.block, g.norm_partials)), k.at(k.below(k.wave, s)):
@@ -608,13 +609,10 @@ def norm(k: _Launch) -> None:
         z = [a + b for a, b in zip(reduced, d.f32_from_bf16_pair(residual), strict=True)]
         rounded = d.select(live, d.pack_bf16(*z), d.I32(0))
         d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2)
-        bits = [_round_z(k, v) for v in z]
-        high = (bits[1] & I32_HIGH) | d.shift_right_logical(bits[0], d.I32(16))
-        low = (d.shift_right_logical(bits[0], d.I32(8)) & 0xFF) | (bits[1] & 0xFF00)
-        d.store(high, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z_HIGH"].offset, d.AGENT)
-        low = d.trunc(low, d.I16)
-        d.store(low, k.a["scratch"], t * g.hidden + column + k.scratch["Z_LOW"].offset, d.AGENT)
         total = d.wave_sum(z[0] * z[0] + z[1] * z[1])
+        exponent = _z_exponent(k, total)
+        word = d.pack_f16(*(d.ldexp(v, exponent) for v in z))
+        d.store(word, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z"].offset, d.AGENT)
         d.wait_stores()
         with k.at(k.equal(k.lane, 0)):
             k.sync.put(k.msq, t * g.norm_partials + k.block, total)
@@ -623,11 +621,15 @@ def norm(k: _Launch) -> None:
 I32_HIGH = -65536  # bits 31..16
 
 
-def _round_z(k: _Launch, value: Any) -> Any:
-    """Bits of an f32 rounded (nearest even) so that bits 31..8 hold it."""
+def _z_exponent(k: _Launch, total: Any) -> Any:
+    """n of a partial with that sum of squares: |z| * 2**n <= 2**15, so that f16 holds z with 11 bits down to
+    2**-29 of the partial's norm.
+
+    With 2**e <= total < 2**(e + 1), |z| < 2**((e + 1) / 2); n = 15 - ceil((e + 1) / 2).
+    """
     d = k.d
-    bits = d.bitcast(value, d.I32)
-    return bits + (d.shift_right_logical(bits, d.I32(8)) & 1) + 0x7F
+    biased = d.shift_right_logical(d.bitcast(total, d.I32), d.I32(23)) & 0xFF
+    return F16_TOP - ((biased - (F32_BIAS - 2)) >> 1)
 
 
 @dataclass
@@ -685,7 +687,7 @@ def _extra_row(k: _Launch, i: int) -> Any:
 def await_norm(k: _Launch) -> None:
     """Wave 7 waits for MSQ of all rows and sums the partials (butterfly over the lanes): rstd to LDS (all workgroups).
 
-    rstd = v_rsq(sum / H + eps).
+    rstd = v_rsq(sum / H + eps), kept once for each partial, times the power of two that undoes the scale of its z.
     """
     d, g, s = k.d, k.g, k.s
     with k.at(k.equal(k.wave, WAVES - 1)):
@@ -694,7 +696,9 @@ def await_norm(k: _Launch) -> None:
         values = k.sync.poll([(k.msq, t * g.norm_partials + partial) for t in range(s)], [d.F32] * s)
         for t, value in enumerate(values):
             total = d.wave_sum(d.select(has, value, d.F32(0.0)))
-            k.rstd.store(d.rsq(total * d.F32(1.0 / g.hidden) + d.F32(g.eps)), 4 * t)
+            rstd = d.rsq(total * d.F32(1.0 / g.hidden) + d.F32(g.eps))
+            with k.at(has):
+                k.rstd.store(d.ldexp(rstd, 0 - _z_exponent(k, value)), k.lane * 4 + 4 * t * g.norm_partials)
     k.sync.barrier()
     d.compiler_fence()
 
@@ -714,21 +718,16 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
     z = d.Buffer(k.a["scratch"], scratch_bytes(g, s))
     columns = [_unit_column(k, j) for j in range(p.wave_units)]
     raw = [
-        [
-            (
-                z.load((t * g.hidden + c) * 2 + k.scratch["Z_HIGH"].offset, d.vec(d.I32, 4), d.AGENT),
-                z.load(t * g.hidden + c + k.scratch["Z_LOW"].offset, d.vec(d.I32, 2), d.AGENT),
-            )
-            for c in columns
-        ]
+        [z.load((t * g.hidden + c) * 2 + k.scratch["Z"].offset, d.vec(d.I32, 4), d.AGENT) for c in columns]
         for t in range(s)
     ]
     scale = [[v + d.F32(1.0) for v in _unpack8(k, w)] for w in rows.norm]
     weights = [[_unpack8(k, w) for w in row] for row in rows.shared + rows.extra]
     for t in range(s):
-        rstd = k.rstd.load(4 * t, d.F32)
         x = []
         for j, column in enumerate(columns):
+            partial = column >> (NORM_COLUMNS.bit_length() - 1)
+            rstd = k.rstd.load(partial * 4 + 4 * t * g.norm_partials, d.F32)
             words = _x_words(k, raw[t][j], rstd, scale[j])
             x.append([v for word in words for v in d.f32_from_bf16_pair(word)])
             _keep_x(k, t, column, words, x[j])
@@ -750,17 +749,14 @@ def _unpack8(k: _Launch, words: Any) -> list[Any]:
     return [v for i in range(4) for v in k.d.f32_from_bf16_pair(k.d.vector_element(words, i))]
 
 
-def _x_words(k: _Launch, raw: tuple[Any, Any], rstd: Any, scale: list[Any]) -> list[Any]:
-    """Four words of bf16 pairs: x of the lane's 8 columns from the two planes of z."""
+def _x_words(k: _Launch, raw: Any, rstd: Any, scale: list[Any]) -> list[Any]:
+    """Four words of bf16 pairs: x of the lane's 8 columns from scaled z; `rstd` undoes the scale."""
     d = k.d
-    high, low = raw
-    y = []
-    for e in range(8):
-        word = d.vector_element(high, e // 2)
-        top = (word << 16) if e % 2 == 0 else (word & I32_HIGH)
-        byte = d.shift_right_logical(d.vector_element(low, e // 4), d.I32(8 * (e % 4))) & 0xFF
-        y.append((d.bitcast(top | (byte << 8), d.F32) * rstd) * scale[e])
-    return [d.pack_bf16(y[2 * i], y[2 * i + 1]) for i in range(4)]
+    words = []
+    for i in range(4):
+        z = d.f32_from_f16_pair(d.vector_element(raw, i))
+        words.append(d.pack_bf16(*((v * rstd) * scale[2 * i + e] for e, v in enumerate(z))))
+    return words
 
 
 def _keep_x(k: _Launch, t: int, column: Any, words: list[Any], values: list[Any]) -> None:
@@ -870,51 +866,64 @@ def load_shared_down(k: _Launch) -> list[list[Any]]:
 
 
 def route(k: _Launch) -> None:
-    """Wave t routes row t (every workgroup, every row). Waits for RLOG; ids and weights to LDS.
+    """Wave p routes rows 2p and 2p + 1 side by side (every workgroup, every row). Waits for RLOG; ids, weights to LDS.
 
     Keys order the bf16 logits, the lower expert first on a tie; a NaN counts as -3e38. The top_k largest are taken one
     after the other; weight k = exp2((l_k - l_0) * log2 e) over the sum in the order of k, in f32.
     """
-    d, g, s = k.d, k.g, k.s
-    with k.at(k.below(k.wave, s)):
-        t = k.wave
-        live = k.live(t)
+    d, p, g, s = k.d, k.plan, k.g, k.s
+    with k.at(k.below(k.wave, p.row_pairs)):
         experts = [k.lane + LANES * i for i in range(-(-g.experts // LANES))]
         inside = [k.below(e, g.experts) for e in experts]
         clamped = [d.select(i, e, d.I32(g.experts - 1)) for e, i in zip(experts, inside, strict=True)]
-        words = k.sync.poll([(k.rlog, (t >> 1) * g.experts + e) for e in clamped])
-        keys = []
-        for word, e, ok in zip(words, experts, inside, strict=True):
-            bits = d.select(k.equal(t & 1, 0), word << 16, word & I32_HIGH)
-            keys.append(d.select(ok, _key(k, bits, e), d.I32(0)))
-        picked = d.I32(0)
+        words = k.sync.poll([(k.rlog, k.wave * g.experts + e) for e in clamped])
+        rows = range(min(s, 2))
+        keys = [
+            [
+                d.select(ok, _key(k, (word & I32_HIGH) if r else (word << 16), e), d.I32(0))
+                for word, e, ok in zip(words, experts, inside, strict=True)
+            ]
+            for r in rows
+        ]
+        picked = [d.I32(0) for _ in rows]
         for i in range(g.top_k):
-            best = _wave_umax(k, keys)
-            keys = [d.select(d.compare("eq", key, best), d.I32(0), key) for key in keys]
-            picked = d.select(k.equal(k.lane, i), best, picked)
-        ids = 0xFFFF - (picked & 0xFFFF)
-        logit = _logit(k, picked)
-        first = d.bitcast(d.read_lane(d.bitcast(logit, d.I32), 0), d.F32)
-        weight = d.exp(logit - first)
-        total = None
-        for i in range(g.top_k):
-            term = d.bitcast(d.read_lane(d.bitcast(weight, d.I32), i), d.F32)
-            total = term if total is None else total + term
-        weight = weight * d.rcp(total)
-        ids = d.select(live, ids, d.I32(-1))
-        weight = d.select(live, weight, d.F32(0.0))
-        if s == 1:  # the picks are the slots
-            with k.at(k.below(k.lane, g.top_k)):
-                k.table.store(d.vector_from([ids, k.lane | d.I32(~NOT_PICKED)]), k.lane * 8)
-        with k.at(k.below(k.lane, ROUTE_WORDS)):
-            at = (t * ROUTE_WORDS + k.lane) * 4
-            k.ids.store(ids, at)
-            k.weights.store(weight, at)
-            with k.at(d.compare("eq", k.block, t)):
-                route_at = at + k.scratch["ROUTE"].offset
-                d.store(ids, k.a["scratch"], route_at)
-                d.store(weight, k.a["scratch"], route_at + s * ROUTE_WORDS * 4)
+            for r in rows:
+                best = _wave_umax(k, keys[r])
+                keys[r] = [d.select(d.compare("eq", key, best), d.I32(0), key) for key in keys[r]]
+                picked[r] = d.select(k.equal(k.lane, i), best, picked[r])
+        for r in rows:
+            t = k.wave * 2 + r
+            with k.at(k.below(t, s)):
+                _keep_route(k, t, picked[r])
     k.sync.barrier()
+
+
+def _keep_route(k: _Launch, t: Any, picked: Any) -> None:
+    """Ids and weights of row t from its picked keys (pick i in lane i) to LDS; workgroup t's to scratch as well."""
+    d, g, s = k.d, k.g, k.s
+    live = k.live(t)
+    ids = 0xFFFF - (picked & 0xFFFF)
+    logit = _logit(k, picked)
+    first = d.bitcast(d.read_lane(d.bitcast(logit, d.I32), 0), d.F32)
+    weight = d.exp(logit - first)
+    total = None
+    for i in range(g.top_k):
+        term = d.bitcast(d.read_lane(d.bitcast(weight, d.I32), i), d.F32)
+        total = term if total is None else total + term
+    weight = weight * d.rcp(total)
+    ids = d.select(live, ids, d.I32(-1))
+    weight = d.select(live, weight, d.F32(0.0))
+    if s == 1:  # the picks are the slots
+        with k.at(k.below(k.lane, g.top_k)):
+            k.table.store(d.vector_from([ids, k.lane | d.I32(~NOT_PICKED)]), k.lane * 8)
+    with k.at(k.below(k.lane, ROUTE_WORDS)):
+        at = (t * ROUTE_WORDS + k.lane) * 4
+        k.ids.store(ids, at)
+        k.weights.store(weight, at)
+        with k.at(d.compare("eq", k.block, t)):
+            route_at = at + k.scratch["ROUTE"].offset
+            d.store(ids, k.a["scratch"], route_at)
+            d.store(weight, k.a["scratch"], route_at + s * ROUTE_WORDS * 4)
 
 
 def _key(k: _Launch, bits: Any, expert: Any) -> Any:
@@ -1174,36 +1183,49 @@ def _down_slot(k: _Launch, batch: Any, i: int) -> Any:
 
 
 def gather(k: _Launch) -> None:
-    """Row t's waits and copies to LDS: SHARED and GATE, then INTER of the row's picks (every workgroup).
+    """The waits for SHARED, GATE and INTER, and copies to LDS (every workgroup).
 
-    Wave 7 - t at widths 1 and 2, where that wave holds no weights; wave t otherwise.
+    Reader n is wave 7 - n at widths 1 and 2, where that wave holds no weights, else wave n. It takes half n % 2 of the
+    shared columns of row pair n / 2 (width 1: all), reader 0 the gates, reader t the intermediates of row t's picks.
     """
     d, p, g, s = k.d, k.plan, k.g, k.s
-    wave = (WAVES - 1 - k.wave) if p.pollers else k.wave
-    with k.at(k.below(wave, s)):
-        t = wave
-        batches = -(-g.shared_intermediate // LANES)
-        at = [k.lane + LANES * i for i in range(batches)]
-        pairs = [(k.shared, (t >> 1) * g.shared_intermediate + c) for c in at]
-        *words, gate = k.sync.poll([*pairs, (k.gate, t)], [d.I32] * batches + [d.F32])
-        for c, word in zip(at, words, strict=True):
-            value = d.select(k.equal(t & 1, 0), word, d.shift_right_logical(word, d.I32(16)))
-            k.activation.store(d.trunc(value, d.I16), t * k.activation_row + c * 2)
-        k.gates.store(gate, t * 4)
-        with k.at(k.live(t)):
-            count = g.top_k * p.mx_blocks * INTER_PAIRS
-            index = [k.lane + LANES * i for i in range(-(-count // LANES))]
-            index = [d.select(k.below(i, count), i, d.I32(count - 1)) for i in index]
-            words = k.sync.poll([(k.inter, t * count + i) for i in index])
-            for i, word in zip(index, words, strict=True):
-                block, part = d.unsigned_divide(i, INTER_PAIRS)
-                block = block + t * (g.top_k * p.mx_blocks)
-                is_code = k.equal(part, INTER_WORDS)
-                with k.at(is_code):
-                    k.inter_codes.store(word, block * 4)
-                with k.at(d.compare("ne", part, d.I32(INTER_WORDS))):
-                    k.inter_words.store(word, block * 16 + part * 4)
+    reader = (WAVES - 1 - k.wave) if p.pollers else k.wave
+    shares = min(s, 2)
+    with k.at(k.below(reader, shares * p.row_pairs)):
+        _gather_shared(k, reader, shares)
+        with k.at(k.equal(reader, 0) & k.below(k.lane, s)):
+            (gate,) = k.sync.poll([(k.gate, k.lane)], [d.F32])
+            k.gates.store(gate, k.lane * 4)
+    with k.at(k.below(reader, s)), k.at(k.live(reader)):
+        t = reader
+        count = g.top_k * p.mx_blocks * INTER_PAIRS
+        index = [k.lane + LANES * i for i in range(-(-count // LANES))]
+        index = [d.select(k.below(i, count), i, d.I32(count - 1)) for i in index]
+        words = k.sync.poll([(k.inter, t * count + i) for i in index])
+        for i, word in zip(index, words, strict=True):
+            block, part = d.unsigned_divide(i, INTER_PAIRS)
+            block = block + t * (g.top_k * p.mx_blocks)
+            is_code = k.equal(part, INTER_WORDS)
+            with k.at(is_code):
+                k.inter_codes.store(word, block * 4)
+            with k.at(d.compare("ne", part, d.I32(INTER_WORDS))):
+                k.inter_words.store(word, block * 16 + part * 4)
     k.sync.barrier()
+
+
+def _gather_shared(k: _Launch, reader: Any, shares: int) -> None:
+    """One reader's part of the shared activation: polled once, both rows of the pair to LDS."""
+    d, g, s = k.d, k.g, k.s
+    columns = g.shared_intermediate // shares
+    pair, share = d.unsigned_divide(reader, shares)
+    at = [share * columns + k.lane + LANES * i for i in range(columns // LANES)]
+    words = k.sync.poll([(k.shared, pair * g.shared_intermediate + c) for c in at])
+    for r in range(shares):
+        t = pair * 2 + r
+        with k.at(k.below(t, s)):
+            for c, word in zip(at, words, strict=True):
+                value = d.shift_right_logical(word, d.I32(16)) if r else word
+                k.activation.store(d.trunc(value, d.I16), t * k.activation_row + c * 2)
 
 
 def routed_down(k: _Launch, slots: Any, first: list[Any]) -> None:
