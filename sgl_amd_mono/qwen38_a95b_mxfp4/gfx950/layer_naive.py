@@ -122,7 +122,10 @@ def round_z(z: torch.Tensor) -> torch.Tensor:
 def norm(
     reduced: torch.Tensor, residual: torch.Tensor, norm_w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z16*rstd*(1+w)), z16 = `round_z`."""
+    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z16*rstd*(1+w)).
+
+    z16 = `round_z(z)`.
+    """
     z = reduced.float() + residual.float()
     rstd = 1.0 / torch.sqrt((z.double() ** 2).mean(-1, keepdim=True) + eps)
     return z.to(torch.bfloat16), bf16(round_z(z).double() * rstd * (1.0 + norm_w.double()))
