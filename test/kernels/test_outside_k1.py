@@ -1,70 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
 """K1 against SGLang's stock GDN kernels (Triton), both as gfx950 instructions on the simulator, from the same
-projections.
+projections: residual, normed rows and conv state bit for bit, the core but for a few ties, the state to its noise.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.k1_inputs import make_case, run
-from helpers.stock_kernels import run_stock
+from helpers.k1_stock import compare, edge_case, normed_rows
+from helpers.stock_kernels import PLANTS
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
 
-GEOMETRY = Geometry.small(1)
-STOCK_SUM_NOISE = 2e-6  # relative L2 of an f32 state after one step, summed in another order
+pytestmark = pytest.mark.xdist_group("stock")
+
+SMALL, A95B = Geometry.small(1), Geometry.a95b(8)
+PADS = (1, 4)  # rows that are pads, with state index 0 and -1, at widths that have them
 
 
-def _compare(width: int, round_beta: bool, state_dtype: str) -> tuple[float, float, bool]:
-    """(share of core elements that differ, relative L2 of the states, conv states equal bit for bit)."""
-    g = GEOMETRY
-    case = make_case(GdnKey(g, width, round_beta=round_beta, state_dtype=state_dtype, stop=False), seed=40 + width)
-    conv_before, ssm_before = case.conv_state.clone(), case.ssm_state.clone()
-    # Slot 0 holds NaN as a guard; no row of this case names it.
-    run(case)
-    qkvz, ba = case.products()
-    b, a = ba.split(g.value_heads, dim=1)
-    stock = run_stock(
-        "gdn_decode",
-        {
-            "mixed_qkv": qkvz[:, : g.conv_channels].contiguous(),
-            "conv_state": conv_before,
-            "conv_weight": case.weights.conv_w,
-            "a": a.contiguous(),
-            "b": b.contiguous(),
-            "A_log": case.weights.a_log,
-            "dt_bias": case.weights.dt_bias,
-            "z": qkvz[:, g.conv_channels :].reshape(width, g.value_heads, g.head_dim).contiguous(),
-            "norm_weight": case.weights.gnorm_w,
-            "ssm_state": ssm_before,
-            "state_indices": case.state_index,
-            "scale": g.head_dim**-0.5,
-            "eps": g.eps,
-        },
-    )
-    slots = case.state_index.long()
-    ours, theirs = case.ssm_state[slots].double(), stock["ssm_state"][slots].double()
-    differ = (case.core != stock["gated"].reshape(case.core.shape)).float().mean().item()
-    relative = ((ours - theirs).norm() / theirs.norm()).item()
-    return differ, relative, torch.equal(case.conv_state[slots], stock["conv_state"][slots])
+def _pads(width: int, pads: bool) -> tuple[int, ...]:
+    return tuple(row for row in PADS if row < width) if pads else ()
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_k1_agrees_with_the_stock_kernels(width: int) -> None:
-    """The conv state bit for bit, the core but for a few ties of the last rounding, the f32 state to the noise of its
-    sums.
-    """
-    differ, relative, same_conv = _compare(width, round_beta=True, state_dtype="float32")
-    assert same_conv
-    assert differ <= 2e-3, f"{differ:.4%} of the core differs"
-    assert relative <= STOCK_SUM_NOISE, f"state off by {relative:.2e}"
+def _check(key: GdnKey, seed: int, pads: bool = False) -> None:
+    compared = compare(edge_case(key, seed, _pads(key.width, pads)))
+    print(f"{key.geometry.name}, width {key.width}: {compared}")
+    assert not compared.failures, compared.failures
 
 
-def test_unrounded_beta_is_another_kernel() -> None:
-    """Negative control: with beta kept in f32 the state is off by what one bf16 rounding of beta costs."""
-    differ, relative, same_conv = _compare(2, round_beta=False, state_dtype="float32")
-    assert same_conv
-    assert relative > 100 * STOCK_SUM_NOISE
-    assert differ > 0.01
+@pytest.mark.parametrize(
+    ("width", "first_layer", "state_dtype", "pads"),
+    [(1, False, "float32", False), (2, True, "bfloat16", True), (8, False, "float32", True)],
+)
+def test_k1_agrees_with_the_stock_kernels(width: int, first_layer: bool, state_dtype: str, pads: bool) -> None:
+    _check(GdnKey(SMALL, width, first_layer=first_layer, state_dtype=state_dtype, stop=False), 40 + width, pads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pads", [False, True], ids=["live", "pads"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first_layer", [False, True], ids=["residual", "first"])
+@pytest.mark.parametrize("width", range(1, 9))
+def test_k1_agrees_at_every_width(width: int, first_layer: bool, state_dtype: str, pads: bool) -> None:
+    _check(GdnKey(SMALL, width, first_layer=first_layer, state_dtype=state_dtype, stop=False), 60 + width, pads)
+
+
+def test_k1_agrees_at_true_size() -> None:
+    _check(GdnKey(A95B, 1, stop=False), seed=80)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "first_layer"), [(1, True), (3, False), (8, False), (8, True)])
+def test_k1_agrees_at_true_size_and_more_widths(width: int, first_layer: bool, state_dtype: str) -> None:
+    key = GdnKey(A95B, width, first_layer=first_layer, state_dtype=state_dtype, stop=False)
+    _check(key, seed=80 + width, pads=width == 8)
+
+
+def _check_norm(key: GdnKey, seed: int) -> None:
+    ours, theirs = normed_rows(key, seed)
+    differ = int((ours != theirs).sum())
+    print(f"{key.geometry.name}, width {key.width}: {differ} of {ours.numel()} elements of the normed rows differ")
+    assert differ == 0
+    assert (ours != theirs.roll(1, dims=1)).float().mean() > 0.9, "the selecting rows do not show the columns"
+
+
+@pytest.mark.parametrize(("geometry", "width", "first_layer"), [(SMALL, 8, False), (A95B, 1, False)])
+def test_normed_rows_are_the_stock_norms(geometry: Geometry, width: int, first_layer: bool) -> None:
+    """Bit for bit, through projections that select single columns."""
+    _check_norm(GdnKey(geometry, width, first_layer=first_layer, stop=False), seed=90 + width)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first_layer", [False, True], ids=["residual", "first"])
+@pytest.mark.parametrize("width", [3, 8])
+def test_normed_rows_at_true_size(width: int, first_layer: bool) -> None:
+    _check_norm(GdnKey(A95B, width, first_layer=first_layer, stop=False), seed=90 + width)
+
+
+# ---- negative controls -------------------------------------------------------------------------------------------
+
+
+def test_beta_rounded_where_stock_does_not_is_seen() -> None:
+    failures = compare(edge_case(GdnKey(SMALL, 2, stop=False), seed=50), plant="beta not rounded").failures
+    assert any(text.startswith("core") for text in failures)
+    assert any(text.startswith("state") for text in failures)
+
+
+def test_beta_not_rounded_where_stock_does_is_seen() -> None:
+    failures = compare(edge_case(GdnKey(SMALL, 1, round_beta=False, stop=False), seed=50)).failures
+    assert any(text.startswith("core") for text in failures)
+    assert any(text.startswith("state") for text in failures)
+
+
+@pytest.mark.parametrize("plant", [name for name in PLANTS if name != "beta not rounded"])
+def test_a_mistake_planted_in_sglang_is_seen_against_k1(plant: str) -> None:
+    compared = compare(edge_case(GdnKey(SMALL, 2, stop=False), seed=50), plant=plant)
+    print(compared.failures)
+    assert compared.failures
+
+
+def test_an_unrounded_beta_agrees_with_a_stock_that_does_not_round() -> None:
+    """The build's `round_beta` is all that the two kinds of stock differ in."""
+    case = edge_case(GdnKey(SMALL, 1, round_beta=False, stop=False), seed=51)
+    assert not compare(case, plant="beta not rounded").failures
+    assert torch.isfinite(case.core).all()
