@@ -19,6 +19,7 @@ from torch import Tensor
 
 from helpers import stock_definition as definition
 from helpers.stock_definition import Float32
+from sgl_amd_mono.common.check import row_differences
 
 SEEDS = tuple(range(6))  # 0 takes the terms as they come
 EPS = 1e-6
@@ -26,6 +27,12 @@ EPS = 1e-6
 FLOORS = {"x": 2e-7, "conv": 3e-8, "core": 2.5e-7, "state": 2e-7, "gated": 2.5e-7}
 """Largest spread of an element before it is rounded, of the largest value of its row (x, conv, core) or of its row's
 value head (state, gated)."""
+
+FRONT_FLOORS = {"core share": 2e-4, "state rel": 3e-8, "bf16 state share": 1e-5}
+"""The whole front from given projections, what is stored: share of elements that differ, relative L2 of a state row."""
+
+LAYER_FLOORS = {"core angle": 5e-8, "conv angle": 1.5e-10, "state angle": 1e-11}
+"""The whole front from hidden and residual on, projections included, what is stored: 1 - cosine of a row."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,9 @@ class Shape:
 
 A95B = Shape("A95B TP8", 2, 16, 8192)
 SHAPES = (A95B, Shape("27B TP1", 16, 48, 5120), Shape("27B TP2", 8, 24, 5120))
+
+SMALL = Shape("small", 2, 16, 1024)
+DTYPES = (torch.float32, torch.bfloat16)
 
 TINY_HEAD = 1e-3  # q and k of key head 0 are this small, so that the norms' epsilon matters
 LINEAR_HEAD = 1  # this value head's a + dt_bias is about 100: softplus is linear there, and exp of it overflows
@@ -106,6 +116,56 @@ def norm_inputs(shape: Shape, rows: int, seed: int, first_layer: bool = False) -
     return given
 
 
+@dataclass(frozen=True)
+class Moved:
+    """How far two results of one tensor lie apart, worst over its rows: 1 - cosine, relative L2, share of elements that
+    differ."""
+
+    angle: float
+    rel: float
+    share: float
+
+
+def moved(found: Tensor, wanted: Tensor) -> Moved:
+    """Rows first."""
+    worst = row_differences(found.flatten(1), wanted.flatten(1)).worst()
+    return Moved(1 - worst.cosine, worst.rel, float((found != wanted).float().mean()))
+
+
+def measure_front(
+    shape: Shape = A95B, rows: int = 8, state_dtype: torch.dtype = torch.float32, seed: int = 3, layer: bool = False
+) -> dict[str, Moved]:
+    """The stored core, conv rows and state rows of the whole front, between orders of its float32 sums, roundings to
+    bf16 included; the worst order against the plain one.
+
+    layer: from hidden and residual, with random projections, as check mode compares; else from given projections.
+    """
+    given, norm = inputs(shape, rows, state_dtype, seed), norm_inputs(shape, rows, seed)
+    live = given["state_indices"] > 0
+    slots = given["state_indices"][live].long()
+    generator = torch.Generator().manual_seed(seed)
+    rank = (shape.qkvz + 2 * shape.value_heads, shape.hidden)
+    weight = (torch.randn(rank, generator=generator) * shape.hidden**-0.5).bfloat16().float() if layer else None
+
+    def run(f: Float32) -> definition.Front:
+        qkvz, ba = given["qkvz"], given["ba"]
+        if weight is not None:
+            x, _ = definition.gemma_norm(norm["hidden"], norm["residual"], norm["norm_weight"], EPS, f)
+            order = f.order(shape.hidden)
+            products = (definition.to_bf16(x).float()[:, order] @ weight[:, order].T).bfloat16()
+            qkvz, ba = products[:, : shape.qkvz], products[:, shape.qkvz :]
+        mixed, z, b, a = definition.split(qkvz, ba, shape.key_heads, shape.value_heads, shape.head)
+        states = given["conv_state"][slots], given["ssm_state"][slots]
+        return definition.front(mixed[live], z[live], b[live], a[live], given, *states, EPS, arithmetic=f)
+
+    plain, *others = [run(Float32(seed)) for seed in SEEDS]
+    found = {}
+    for name, field in (("core", "gated"), ("conv", "windows"), ("state", "state")):
+        runs = [moved(getattr(other, field), getattr(plain, field)) for other in others]
+        found[name] = Moved(*(max(getattr(r, m) for r in runs) for m in ("angle", "rel", "share")))
+    return found
+
+
 def spread(evaluate: Callable[[Float32], Sequence[Tensor]], seeds: tuple[int, ...] = SEEDS) -> list[Tensor]:
     """Largest less smallest result over the orders, element by element, float64, of each tensor that is returned."""
     runs = [evaluate(Float32(seed)) for seed in seeds]
@@ -151,6 +211,21 @@ def measure(shape: Shape = A95B, rows: int = 4, seed: int = 1) -> dict[str, floa
     return found
 
 
+def measure_stored() -> dict[str, float]:
+    """FRONT_FLOORS and LAYER_FLOORS, measured at the A95B shape and, for its angles, at a small one too."""
+    f32, bf16 = (measure_front(state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    found = {
+        "core share": max(f32["core"].share, bf16["core"].share),
+        "state rel": f32["state"].rel,
+        "bf16 state share": bf16["state"].share,
+    }
+    layers = [measure_front(shape, state_dtype=dtype, layer=True) for shape in (A95B, SMALL) for dtype in DTYPES]
+    for name in ("core", "conv", "state"):
+        found[f"{name} angle"] = max(layer[name].angle for layer in layers)
+    return found
+
+
 if __name__ == "__main__":
-    for name, value in measure().items():
-        print(f"{name:8} {value:.2e}  (stated {FLOORS[name]:.1e})")
+    stated = {**FLOORS, **FRONT_FLOORS, **LAYER_FLOORS}
+    for name, value in {**measure(), **measure_stored()}.items():
+        print(f"{name:16} {value:.2e}  (stated {stated[name]:.1e})")

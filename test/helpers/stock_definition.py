@@ -54,11 +54,14 @@ class Float32(Exact):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
+    def order(self, terms: int) -> Tensor:
+        """The permutation that sums of so many terms take."""
+        if self.seed == 0:
+            return torch.arange(terms)
+        return torch.randperm(terms, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + terms))
+
     def sum(self, values: Tensor) -> Tensor:
-        terms = values.shape[-1]
-        if self.seed:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + terms)
-            values = values.index_select(-1, torch.randperm(terms, generator=generator))
+        values = values.index_select(-1, self.order(values.shape[-1]))
         while values.shape[-1] > 1:
             even = values.shape[-1] // 2 * 2
             left_over = values[..., even:]

@@ -84,14 +84,25 @@ PLANT_TENSORS = {
 }
 
 
+MORE_NOISE = 1.5  # times what is stated, in another draw of the inputs
+
+
 def test_the_noise_floor_is_what_is_stated() -> None:
-    """FLOORS, of which every threshold is a multiple, measured again: to within a factor of two, nothing above it."""
+    """FLOORS, of which the thresholds are multiples, measured again with other inputs."""
     for shape in noise.SHAPES:
         for name, found in noise.measure(shape, rows=3, seed=7).items():
             floor = noise.FLOORS[name]
             print(f"{shape.name} {name}: {found:.2e}, stated {floor:.1e}")
-            assert found <= 1.3 * floor, f"{name}: more noise than stated"
+            assert found <= MORE_NOISE * floor, f"{name}: more noise than stated"
             assert found >= floor / 2 or name == "conv", f"{name}: less noise than stated"
+
+
+@pytest.mark.full
+def test_the_noise_of_what_is_stored_is_what_is_stated() -> None:
+    stated = {**noise.FRONT_FLOORS, **noise.LAYER_FLOORS}
+    for name, found in noise.measure_stored().items():
+        print(f"{name}: {found:.2e}, stated {stated[name]:.1e}")
+        assert stated[name] / 2 <= found <= MORE_NOISE * stated[name], name
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
