@@ -15,8 +15,9 @@ FINAL          bf16 pairs of the rank's partial output                 every wor
 =============  ======================================================  ===================================  =========
 
 Weights in flight while a hand-off is awaited: for AR and MSQ the shared expert's and the router's rows; for RLOG the
-shared down projection; for INTER the workgroup's first slots of w2 and, where tasks go round more than once, the next
-task of w13. The first w13 task is requested as soon as the route is known.
+shared down projection; for INTER all of the workgroup's w2. The first w13 task is requested as soon as the route is
+known, with the first slots of w2; each later task, and the rest of w2 after the last one, as the registers of the task
+before it are read.
 
 No route travels: every workgroup picks every row's experts from the logits. Nothing in a row's arithmetic depends on
 the width, on the other rows or on the slot that an expert gets: a row is one MFMA column, K is cut over the eight
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from sgl_amd_mono.common.build import Abi, BuildKey
@@ -302,15 +303,14 @@ class Plan:
         return WAVES - self.pollers
 
     @property
-    def batch(self) -> int:
-        """Slots of w2 that a wave holds in flight."""
-        most = -(-self.slots // self.workers)
-        return min(most, 2)
+    def worker_slots(self) -> int:
+        """Most slots of w2 that a worker wave multiplies; all of them are in its registers at once."""
+        return -(-self.slots // self.workers)
 
     @property
-    def batches(self) -> int:
-        """Most batches of a wave."""
-        return -(-self.slots // (self.workers * self.batch))
+    def early_slots(self) -> int:
+        """Those that are requested together with the first task of w13; the others take the last task's registers."""
+        return min(self.worker_slots, 2 if self.up_rounds == 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -456,8 +456,9 @@ class _Launch:
 
     def spread(self, count: int, body: Callable[[Any], None]) -> None:
         """`body(i)` for i = 0 .. count - 1 over the workgroup's threads."""
+        thread = self.d.opaque(self.thread)  # or what two stages derive from it is kept in registers between them
         for first in range(0, count, THREADS):
-            index = self.thread + first
+            index = thread + first
             if count - first >= THREADS:
                 body(index)
             else:
@@ -512,10 +513,10 @@ def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     k.d.compiler_fence()
     route(k)
     slots = unite(k)
-    up = [load() for load in load_up(k, slots, k.g.blocks - 1 - k.block)]
-    routed = load_down(k, slots, 0)
+    up = _issue(load_up(k, slots, k.g.blocks - 1 - k.block))
+    routed = _issue(load_down(k, slots, range(plan.early_slots)))
     k.d.compiler_fence()  # the loads stay here, ahead of what they are for
-    routed_up(k, slots, up)
+    routed += routed_up(k, slots, up, load_down(k, slots, range(plan.early_slots, plan.worker_slots)))
     gather(k)
     routed_down(k, slots, routed)
     shared_down(k, down)
@@ -1021,9 +1022,14 @@ def _pick_of(k: _Launch, nibbles: Any, t: Any) -> tuple[Any, Any]:
 # ---- 5: routed experts, up ------------------------------------------------------------------------------------------
 
 
-def load_up(k: _Launch, slots: Any, task: Any) -> list[Callable[[], Any]]:
-    """The loads of one task (slot, 32 intermediate columns) of this wave, to be issued one by one: weights
-    [step][tile], then scale words.
+def _issue(groups: list[list[Callable[[], Any]]]) -> list[Any]:
+    """Issue the loads of all groups; their values."""
+    return [load() for group in groups for load in group]
+
+
+def load_up(k: _Launch, slots: Any, task: Any) -> list[list[Callable[[], Any]]]:
+    """The loads of one task (slot, 32 intermediate columns) of this wave in groups: the four tiles of each step, then
+    the scale words.
 
     Two gate and two up tiles of w13 [2 RI, H], K cut in eighths over the waves. A task past the last reads from buffers
     of no bytes.
@@ -1040,56 +1046,60 @@ def load_up(k: _Launch, slots: Any, task: Any) -> list[Callable[[], Any]]:
     weights = gemv.guarded(base, rows * row_bytes - start, valid)
     at = [(h * g.moe_intermediate + t * MFMA_ROWS) * row_bytes for h in range(2) for t in range(TILES)]
     at = [d.select(valid, d.I32(a), d.I32(0)) for a in at]
-    loads = [
-        lambda i=i, a=a: gemv.load_mxfp4_tile(weights, i * gemv.MX_TILE_BYTES, scalar=a)
+    groups = [
+        [lambda i=i, a=a: gemv.load_mxfp4_tile(weights, i * gemv.MX_TILE_BYTES, scalar=a) for a in at]
         for i in range(p.steps)
-        for a in at
     ]
     start = block * (WORKGROUP_COLUMNS * row_codes) + (k.wave * p.steps >> 1) * gemv.MX_SCALE_BYTES
     base = k.a["w13_scale"] + d.zext(expert, d.I64) * d.I64(rows * row_codes) + d.zext(start, d.I64)
     scales = gemv.guarded(base, rows * row_codes - start, valid)
     at = [d.select(valid, d.I32(h * g.moe_intermediate * row_codes), d.I32(0)) for h in range(2)]
-    loads += [
-        lambda i=i, a=a: gemv.load_mxfp4_scales(scales, i * gemv.MX_SCALE_BYTES, scalar=a)
-        for a in at
-        for i in range(p.up_words)
-    ]
-    return loads
+    groups.append(
+        [
+            lambda i=i, a=a: gemv.load_mxfp4_scales(scales, i * gemv.MX_SCALE_BYTES, scalar=a)
+            for a in at
+            for i in range(p.up_words)
+        ]
+    )
+    return groups
 
 
-def routed_up(k: _Launch, slots: Any, first: list[Any]) -> None:
+def routed_up(k: _Launch, slots: Any, first: list[Any], then: list[list[Callable[[], Any]]]) -> list[Any]:
     """Tasks (slot, 32 intermediate columns), from the last workgroup on; waits for nothing more than the route.
 
     Scaled 16x16x128 MFMA on fp4, each wave its eighth of K; waves summed in order; silu(g) * u in f32, quantised to
-    MXFP4 (RCEIL) and put to INTER for the rows that picked the slot. The next task's loads are issued while this
-    one's registers are consumed.
+    MXFP4 (RCEIL) and put to INTER for the rows that picked the slot. `first` holds the first task's values; the next
+    task's loads, and after the last task those of `then` (whose values are returned), are issued while registers of the
+    task before are consumed. A workgroup without a task multiplies zeros and puts nothing.
     """
     d, p, g = k.d, k.plan, k.g
+    tasks = slots * p.mx_blocks
 
-    def task(q: Any, *held: Any) -> list[Any]:
-        slot, block = d.unsigned_divide(q, p.mx_blocks)
-        _, nibbles = _slot_entry(k, slot)
-        loads = load_up(k, slots, q + g.blocks) if p.up_rounds > 1 else []
-        accs, following = _multiply_up(k, list(held), loads)
+    def task(q: Any, held: list[Any], groups: list[list[Callable[[], Any]]]) -> list[Any]:
+        accs, following = _multiply_up(k, held, groups)
         _store_tiles(k, k.up, accs)
         d.barrier()
-        _publish_up(k, block, nibbles)
-        if p.up_rounds > 1:
-            d.barrier()  # before the next task's tiles
+        with k.at(d.compare("ult", q, tasks)):
+            slot, block = d.unsigned_divide(q, p.mx_blocks)
+            _, nibbles = _slot_entry(k, slot)
+            _publish_up(k, block, nibbles)
         return following
 
-    start = g.blocks - 1 - k.block
+    def round_before_the_last(q: Any, _: Any, *held: Any) -> list[Any]:
+        following = task(q, list(held), load_up(k, slots, q + g.blocks))
+        d.barrier()  # before the next task's tiles
+        return [q + g.blocks, *following]
+
+    last, held = g.blocks - 1 - k.block, first
     if p.up_rounds > 1:
-        d.for_range(start, slots * p.mx_blocks, g.blocks, first, task)
-    else:
-        with k.at(d.compare("ult", start, slots * p.mx_blocks)):
-            task(start, *first)
+        last, *held = d.for_range(last, tasks - g.blocks, g.blocks, [last, *first], round_before_the_last)
+    return task(last, held, then)
 
 
-def _multiply_up(k: _Launch, held: list[Any], loads: list[Callable[[], Any]]) -> tuple[list[Any], list[Any]]:
+def _multiply_up(k: _Launch, held: list[Any], groups: list[list[Callable[[], Any]]]) -> tuple[list[Any], list[Any]]:
     """Accumulators of the four tiles over this wave's steps, ascending; `held` are the values of `load_up`.
 
-    `loads` (the next task's, or none) are issued in the order in which `held` is consumed; returns their values too.
+    A group of `groups` is issued behind each step, the rest at the end; returns their values too.
     """
     d, p, g = k.d, k.plan, k.g
     tiles = 2 * TILES
@@ -1111,9 +1121,9 @@ def _multiply_up(k: _Launch, held: list[Any], loads: list[Callable[[], Any]]) ->
             scale = scales[half * p.up_words + i // 2]
             weight = weights[i * tiles + tile]
             accs[tile] = d.mfma_mxfp4(weight, x, accs[tile], scale, 2 * (i % 2) + part, codes[i // 4], i % 4)
-        following += [load() for load in loads[i * tiles : (i + 1) * tiles]]
+        following += _issue(groups[i : i + 1])
         d.compiler_fence()  # the next step's loads take the registers that this one freed
-    following += [load() for load in loads[tiles * p.steps :]]
+    following += _issue(groups[p.steps :])
     return accs, following
 
 
@@ -1146,40 +1156,60 @@ def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
 # ---- 6: routed and shared experts, down -----------------------------------------------------------------------------
 
 
-def load_down(k: _Launch, slots: Any, batch: Any) -> list[Any]:
-    """Issue the loads of a batch of this wave's slots: w2 of 32 hidden columns and its scale words, flat.
+def load_down(k: _Launch, slots: Any, numbers: range) -> list[list[Callable[[], Any]]]:
+    """The loads of this wave's slots of those numbers, a group a slot: w2 of 32 hidden columns, then its scale words.
 
     Worker wave w has the slots w, w + workers, ... A slot past the last reads from a buffer of no bytes.
     """
     d, gemv, p, g = k.d, k.gemv, k.plan, k.g
     row_bytes, row_codes = g.moe_intermediate // 2, g.moe_intermediate // MX_BLOCK
-    values = []
-    for i in range(p.batch):
-        slot = _down_slot(k, batch, i)
-        valid = d.compare("ult", slot, slots)
-        if p.pollers:
-            valid = valid & k.below(k.wave, p.workers)
-        slot = d.select(valid, slot, d.I32(0))
-        expert, _ = _slot_entry(k, slot)
-        expert = d.select(valid, expert, d.I32(0))
-        rows = k.block * WORKGROUP_COLUMNS
-        base = k.a["w2"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_bytes) + d.zext(rows * row_bytes, d.I64)
-        weights = gemv.guarded(base, WORKGROUP_COLUMNS * row_bytes, valid)
-        for tile in range(TILES):
-            for step in range(p.down_steps):
-                at = tile * MFMA_ROWS * row_bytes + step * gemv.MX_TILE_BYTES
-                values.append(gemv.load_mxfp4_tile(weights, at))
-        base = k.a["w2_scale"] + d.zext(expert, d.I64) * d.I64(g.hidden * row_codes) + d.zext(rows * row_codes, d.I64)
-        scales = gemv.guarded(base, WORKGROUP_COLUMNS * row_codes, valid)
-        for word in range(p.down_steps // 2):
-            values.append(gemv.load_mxfp4_scales(scales, word * gemv.MX_SCALE_BYTES))
-    return values
+
+    experts, _ = _worker_entries(k, slots)
+
+    def loads(n: int) -> list[Callable[[], Any]]:
+        @cache
+        def buffers() -> tuple[Any, Any]:
+            valid = _has_slot(k, slots, n)
+            expert = d.zext(d.select(valid, d.read_lane(experts, n), d.I32(0)), d.I64)
+            row = k.block * WORKGROUP_COLUMNS
+            return tuple(
+                gemv.guarded(
+                    k.a[name] + expert * d.I64(g.hidden * width) + d.zext(row * width, d.I64),
+                    WORKGROUP_COLUMNS * width,
+                    valid,
+                )
+                for name, width in (("w2", row_bytes), ("w2_scale", row_codes))
+            )
+
+        tiles = [t * MFMA_ROWS * row_bytes + i * gemv.MX_TILE_BYTES for t in range(TILES) for i in range(p.down_steps)]
+        return [
+            *(lambda at=at: gemv.load_mxfp4_tile(buffers()[0], at) for at in tiles),
+            *(
+                lambda i=i: gemv.load_mxfp4_scales(buffers()[1], i * gemv.MX_SCALE_BYTES)
+                for i in range(p.down_steps // 2)
+            ),
+        ]
+
+    return [loads(n) for n in numbers]
 
 
-def _down_slot(k: _Launch, batch: Any, i: int) -> Any:
-    """Slot i of batch number `batch` of this wave."""
-    p = k.plan
-    return k.wave + p.workers * i + batch * (p.workers * p.batch)
+def _worker_slot(k: _Launch, number: Any) -> Any:
+    """Slot of that number of this wave."""
+    return k.wave + k.plan.workers * number
+
+
+def _has_slot(k: _Launch, slots: Any, number: int) -> Any:
+    """Whether this wave has a slot of that number (uniform)."""
+    valid = k.d.compare("ult", _worker_slot(k, number), slots)
+    return valid & k.below(k.wave, k.plan.workers) if k.plan.pollers else valid
+
+
+def _worker_entries(k: _Launch, slots: Any) -> tuple[Any, Any]:
+    """(expert, nibbles) of this wave's slot number n in lane n."""
+    d = k.d
+    slot = _worker_slot(k, k.lane)
+    entry = k.table.load(d.select(d.compare("ult", slot, slots), slot, d.I32(0)) * 8, d.vec(d.I32, 2))
+    return d.vector_element(entry, 0), d.vector_element(entry, 1)
 
 
 def gather(k: _Launch) -> None:
@@ -1228,39 +1258,21 @@ def _gather_shared(k: _Launch, reader: Any, shares: int) -> None:
                 k.activation.store(d.trunc(value, d.I16), t * k.activation_row + c * 2)
 
 
-def routed_down(k: _Launch, slots: Any, first: list[Any]) -> None:
+def routed_down(k: _Launch, slots: Any, values: list[Any]) -> None:
     """w2 of every slot times the rows' intermediates (all workgroups, 32 hidden columns; a slot is one wave's).
 
-    Each (row, pick) result is weighted in f32 and kept in LDS; nothing is summed here.
+    `values` are those of `load_down` over all of the wave's slots. Each (row, pick) result is weighted in f32 and kept
+    in LDS; nothing is summed here.
     """
-    d, p = k.d, k.plan
-    if p.batches == 1:
-        _multiply_down(k, slots, d.I32(0), first)
-        return
-
-    def step(batch: Any, *held: Any) -> list[Any]:
-        following = load_down(k, slots, batch + 1)
-        _multiply_down(k, slots, batch, list(held))
-        return following
-
-    per_batch = p.workers * p.batch
-    count, _ = d.unsigned_divide(slots + (per_batch - 1), per_batch)
-    d.for_range(0, count, 1, first, step)
-
-
-def _multiply_down(k: _Launch, slots: Any, batch: Any, values: list[Any]) -> None:
-    """Multiply one batch of slots; `values` as `load_down` returns them."""
     d, p, g = k.d, k.plan, k.g
-    per_slot = len(values) // p.batch
-    for i in range(p.batch):
-        held = values[i * per_slot : (i + 1) * per_slot]
+    per_slot = len(values) // p.worker_slots
+    slots = d.opaque_uniform(slots)  # nothing of `load_down` is kept for what follows
+    _, entries = _worker_entries(k, slots)
+    for n in range(p.worker_slots):
+        held = values[n * per_slot : (n + 1) * per_slot]
         weights, scales = held[: TILES * p.down_steps], held[TILES * p.down_steps :]
-        slot = _down_slot(k, batch, i)
-        valid = d.compare("ult", slot, slots)
-        if p.pollers:
-            valid = valid & k.below(k.wave, p.workers)
-        with k.at(valid):
-            _, nibbles = _slot_entry(k, slot)
+        with k.at(_has_slot(k, slots, n)):
+            nibbles = d.read_lane(entries, n)
             pick, picked = _pick_of(k, nibbles, k.lane_t)
             picked = picked & k.in_rows
             row_pick = k.lane_t * g.top_k + d.select(picked, pick, d.I32(0))
