@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 
+#: Columns of an MXFP4 weight that share one scale.
+MX_BLOCK = 32
+
+#: Class of Quark's scheme with MXFP4 weights and activations, and SGLang's variable that gives it another layout.
+QUARK_MXFP4 = "QuarkW4A4MXFP4"
+ASSEMBLY_GEMM = "SGLANG_ROCM_USE_AITER_FP4_ASM_GEMM"
+
 #: Bytes that the widest load of the kernels takes at once: every weight starts at a multiple of it.
 LOAD_BYTES = 16
 
@@ -66,6 +73,38 @@ def weight_reasons(tensor: torch.Tensor | None, weight: Weight, device: torch.de
     if device is not None and tensor.device != device:
         wrong.append(reason(weight.name, f"on {tensor.device}", f"on {device}", "start without CPU offload"))
     return wrong
+
+
+def projection_reasons(
+    tensor: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    weight: Weight,
+    *,
+    scheme: str,
+    shuffled: bool,
+    device: torch.device | None = None,
+) -> list[str]:
+    """Why the kernels cannot read a projection that may be bf16, or MXFP4 as Quark stores it; empty where they can.
+
+    Args:
+        tensor, scale: the layer's `weight` and `weight_scale`.
+        weight: the bf16 form, shape [N, K]. MXFP4: uint8 [N, K / 2], low nibble first, with uint8 e8m0 [N, K / 32].
+        scheme: class name of the Quark scheme that runs the projection; its activations are what the kernels repeat.
+        shuffled: whether SGLang has re-arranged weight and scale for AITER's assembly GEMM.
+    """
+    if tensor is None or tensor.dtype is weight.dtype:
+        return weight_reasons(tensor, weight, device)
+    if tensor.dtype is not torch.uint8 or scheme != QUARK_MXFP4:
+        of = f" of {scheme or 'another method than Quark'}" if tensor.dtype is torch.uint8 else ""
+        need = f"{weight.dtype}, or torch.uint8 of {QUARK_MXFP4}"
+        return [reason(weight.name, f"{tensor.dtype}{of}", need, weight.fix)]
+    if shuffled:
+        found = "MXFP4 in the layout of AITER's assembly GEMM"
+        return [reason(weight.name, found, "MXFP4 in Quark's plain layout", f"unset {ASSEMBLY_GEMM}")]
+    rows, columns = weight.shape
+    packed = Weight(weight.name, (rows, columns // 2), torch.uint8, weight.fix)
+    codes = Weight(weight.name + "_scale", (rows, columns // MX_BLOCK), torch.uint8, weight.fix)
+    return weight_reasons(tensor, packed, device) + weight_reasons(scale, codes, device)
 
 
 def by_layer(reasons: Mapping[int, Iterable[str]]) -> list[str]:

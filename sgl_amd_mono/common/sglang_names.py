@@ -196,6 +196,7 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "QuarkW4A4MXFp4MoE.intermediate_pad",
         "QuarkW4A4MXFp4MoE.hidden_pad",
     ),
+    "sglang.srt.layers.quantization.quark.quark": ("QuarkConfig.scheme",),
     "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4": (
         "QuarkW4A4MXFP4.weight",
         "QuarkW4A4MXFP4.weight_scale",
@@ -284,6 +285,8 @@ SIMULATE_NAMES: dict[str, tuple[str, ...]] = {
         "shuffle_weight",
         "e8m0_shuffle",
     ),
+    "sglang.srt.layers.quantization.quark.quark": ("get_device_capability",),
+    "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4": ("dynamic_mxfp4_quant", "gemm_afp4wfp4"),
     "sglang.srt.layers.moe.moe_runner.aiter": ("_SMALLM_MOE_ON", "is_gfx95_supported"),
     "sglang.srt.layers.moe.topk": ("fused_topk_native",),
 }

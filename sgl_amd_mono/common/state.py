@@ -12,7 +12,7 @@ Every name it reads is declared in `sglang_names.py` and checked by test/unit/te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,8 @@ class GdnView:
     """A GDN layer. `conv_bias` is the conv's bias or None; `gated_norm_*` describe the norm after the recurrence.
 
     `*_scale` are the block scales of a quantised projection, or None. `shuffled` names the projections whose quantised
-    weight lies in the layout of AITER's assembly GEMM: its dtype and shape are those of the plain one.
+    weight lies in the layout of AITER's assembly GEMM: its dtype and shape are those of the plain one. `schemes`: name
+    of a projection -> class of the Quark scheme that runs it, "" where it is not Quark's.
     """
 
     layer: int
@@ -170,6 +171,7 @@ class GdnView:
     ba_scale: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
     shuffled: tuple[str, ...] = ()
+    schemes: Mapping[str, str] = field(default_factory=dict)
     kind: str = "gdn"
 
 
@@ -177,7 +179,7 @@ class GdnView:
 class AttentionView:
     """A full-attention layer. `core_width` is the width of its output projection's input, per rank.
 
-    `out_scale` and `shuffled` as in `GdnView`.
+    `out_scale`, `shuffled` and `schemes` as in `GdnView`.
     """
 
     layer: int
@@ -192,6 +194,7 @@ class AttentionView:
     moe: MoeView
     out_scale: torch.Tensor | None = None
     shuffled: tuple[str, ...] = ()
+    schemes: Mapping[str, str] = field(default_factory=dict)
     kind: str = "attention"
 
 
@@ -234,6 +237,12 @@ def _shuffled(**projections: Any) -> tuple[str, ...]:
     return tuple(name for name, module in projections.items() if getattr(module, "use_aiter_asm_fp4_gemm", False))
 
 
+def _schemes(**projections: Any) -> dict[str, str]:
+    """Projection -> class name of its Quark scheme."""
+    schemes = {name: getattr(module, "scheme", None) for name, module in projections.items()}
+    return {name: "" if scheme is None else type(scheme).__name__ for name, scheme in schemes.items()}
+
+
 def _read_layer(layer: Any) -> GdnView | AttentionView:
     common: dict[str, Any] = {
         "layer": int(layer.layer_id),
@@ -253,8 +262,10 @@ def _read_layer(layer: Any) -> GdnView | AttentionView:
             out=_weight(layer.o_proj),
             out_scale=_scale(layer.o_proj),
             shuffled=_shuffled(o_proj=layer.o_proj),
+            schemes=_schemes(o_proj=layer.o_proj),
         )
     norm = gdn.norm
+    projections = {"in_proj_qkvz": gdn.in_proj_qkvz, "in_proj_ba": gdn.in_proj_ba, "out_proj": gdn.out_proj}
     return GdnView(
         **common,
         qkvz=_weight(gdn.in_proj_qkvz),
@@ -274,7 +285,8 @@ def _read_layer(layer: Any) -> GdnView | AttentionView:
         qkvz_scale=_scale(gdn.in_proj_qkvz),
         ba_scale=_scale(gdn.in_proj_ba),
         out_scale=_scale(gdn.out_proj),
-        shuffled=_shuffled(in_proj_qkvz=gdn.in_proj_qkvz, in_proj_ba=gdn.in_proj_ba, out_proj=gdn.out_proj),
+        shuffled=_shuffled(**projections),
+        schemes=_schemes(**projections),
     )
 
 

@@ -31,7 +31,7 @@ from sglang.kernels.plugin_kernels.amd.spec import (
 from sgl_amd_mono.common import check, state
 from sgl_amd_mono.common.flydsl_version import flydsl_reasons
 from sgl_amd_mono.common.geometry import GeometryError
-from sgl_amd_mono.common.refusals import Weight, by_layer, reason, weight_reasons
+from sgl_amd_mono.common.refusals import Weight, by_layer, projection_reasons, reason, weight_reasons
 from sgl_amd_mono.common.runtime import Runtime, RuntimeRequest, hip_runtime
 from sgl_amd_mono.qwen38_a95b_mxfp4.check import attach as attach_check
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MX_BLOCK, Geometry
@@ -65,7 +65,7 @@ NUMERICS = Numerics(
 #: Environment variables of SGLang: name -> (value needed, why). One that this SGLang does not have is not asked for.
 ENVIRONMENT: dict[str, tuple[Any, str]] = {
     "SGLANG_USE_AITER": (True, "the experts stay in AITER's shuffled layout, which the kernels read"),
-    "SGLANG_ROCM_GDN_ONLINE_MXFP4": (False, "the kernels read the GDN projections in bfloat16"),
+    "SGLANG_ROCM_GDN_ONLINE_MXFP4": (False, "the kernels read the GDN projections as the checkpoint has them"),
 }
 
 #: State dtypes of the SSM pool that the kernels are tested for.
@@ -75,6 +75,7 @@ SILU = ("silu", "swish")
 NO_FLAG = f"start without {FLAG}"
 OTHER_CHECKPOINT = f"serve a Qwen3.8-2.4T-A95B checkpoint, or {NO_FLAG}"
 BF16_WEIGHT = f"serve a checkpoint that leaves this weight in bfloat16 (exclude it from quantisation), or {NO_FLAG}"
+PROJECTION = f"serve a checkpoint with this weight in bfloat16 or in Quark's MXFP4 (W4A4), or {NO_FLAG}"
 MXFP4_EXPERTS = (
     "serve the MXFP4 (Quark) checkpoint with SGLANG_USE_AITER=1 and without options that change the experts' layout, "
     f"or {NO_FLAG}"
@@ -244,14 +245,21 @@ def gdn_weights(g: Geometry) -> dict[str, Weight]:
     bf16, at = torch.bfloat16, "linear_attn."
     return {
         "input_norm": Weight("input_layernorm.weight", (g.hidden,), bf16, BF16_WEIGHT),
-        "qkvz": Weight(at + "in_proj_qkvz.weight", (g.qkvz_rows, g.hidden), bf16, BF16_WEIGHT),
-        "ba": Weight(at + "in_proj_ba.weight", (g.ba_rows, g.hidden), bf16, BF16_WEIGHT),
         "conv": Weight(at + "conv1d.weight", (g.conv_channels, 1, g.conv_width), bf16, BF16_WEIGHT),
         "a_log": Weight(at + "A_log", (g.value_heads,), torch.float32, OTHER_CHECKPOINT),
         "dt_bias": Weight(at + "dt_bias", (g.value_heads,), bf16, OTHER_CHECKPOINT),
         "gated_norm": Weight(at + "norm.weight", (g.head_dim,), bf16, BF16_WEIGHT),
         "out": Weight(at + "out_proj.weight", (g.hidden, g.core_width), bf16, BF16_WEIGHT),
         "post_norm": Weight("post_attention_layernorm.weight", (g.hidden,), bf16, BF16_WEIGHT),
+    }
+
+
+def gdn_projections(g: Geometry) -> dict[str, Weight]:
+    """The weights of a GDN layer that may be bf16 or MXFP4, in their bf16 form: field of GdnView -> what is needed."""
+    bf16, at = torch.bfloat16, "linear_attn."
+    return {
+        "qkvz": Weight(at + "in_proj_qkvz.weight", (g.qkvz_rows, g.hidden), bf16, PROJECTION),
+        "ba": Weight(at + "in_proj_ba.weight", (g.ba_rows, g.hidden), bf16, PROJECTION),
     }
 
 
@@ -301,6 +309,11 @@ def layer_reasons(view: state.GdnView | state.AttentionView, g: Geometry, device
     wrong: list[str] = []
     for name, weight in (gdn_weights(g) if is_gdn else attention_weights(g)).items():
         wrong += weight_reasons(getattr(view, name), weight, device)
+    for name, weight in (gdn_projections(g) if is_gdn else {}).items():
+        module = weight.name.split(".")[-2]
+        scale = getattr(view, f"{name}_scale")
+        how = {"scheme": view.schemes[module], "shuffled": module in view.shuffled, "device": device}
+        wrong += projection_reasons(getattr(view, name), scale, weight, **how)
     for name, eps in (("input_layernorm", view.input_eps), ("post_attention_layernorm", view.post_eps)):
         if eps != g.eps:
             wrong.append(reason(f"{name} epsilon", eps, g.eps, OTHER_CHECKPOINT))

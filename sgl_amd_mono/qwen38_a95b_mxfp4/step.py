@@ -325,12 +325,23 @@ def build_step(
     ssm_dtype = str(state.pool_dtypes(None, hf_config)[1]).removeprefix("torch.")
     runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
 
-    # one K1 for a first layer without residual and one for the others, each only where the model has such a layer
     with_k1 = verify_tokens is None
-    firsts = sorted({view_.layer == 0 for view_ in view.layers if view_.kind == "gdn"}) if with_k1 else []
+
+    def k1_key(layer_: state.GdnView, width: int) -> gdn.GdnKey:
+        return gdn.GdnKey(
+            geometry,
+            width,
+            first_layer=layer_.layer == 0,
+            state_dtype=ssm_dtype,
+            stop=stop,
+            qkvz_format=_format(layer_.qkvz),
+            ba_format=_format(layer_.ba),
+        )
+
+    # one K1 for a first layer without residual, one for the others, of each mix of formats that a layer has
     keys: list[Any] = []
     for width in widths:
-        keys += [gdn.GdnKey(geometry, width, first_layer=f, state_dtype=ssm_dtype, stop=stop) for f in firsts]
+        keys += dict.fromkeys(k1_key(v, width) for v in view.layers if v.kind == "gdn" and with_k1)
         keys.append(layer.LayerKey(geometry, width, stop=stop))
     kernels = agree(group, f"{name}: building the kernels", lambda: dict(zip(keys, runtime.build(keys))))
     same_launches(group, name, view, keys)
@@ -362,7 +373,7 @@ def build_step(
         k2_scratch = runtime.zeros(layer.scratch_bytes(geometry, width), f"k2.scratch.w{width}")
         for v in view.layers:
             if v.kind == "gdn" and with_k1:
-                key = gdn.GdnKey(geometry, width, first_layer=v.layer == 0, state_dtype=ssm_dtype, stop=stop)
+                key = k1_key(v, width)
                 fixed = shared | _k1_weights(v)
                 fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
                 at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
@@ -401,6 +412,9 @@ def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) 
     for key in kernels:
         first = " of the first layer" if getattr(key, "first_layer", False) else ""
         states = f" with {key.state_dtype} state" if hasattr(key, "state_dtype") else ""
+        forms = {"in_proj_qkvz": "qkvz_format", "in_proj_ba": "ba_format"}
+        packed = [name for name, form in forms.items() if getattr(key, form, gdn.BF16) == gdn.MXFP4]
+        states += f", MXFP4 {' and '.join(packed)}" if packed else ""
         groups.setdefault(key.launch + first + states, []).append(key)
     parts = []
     for launch, keys in sorted(groups.items()):
@@ -419,11 +433,26 @@ def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) 
     return "; ".join(parts)
 
 
+def _format(weight: torch.Tensor) -> str:
+    """Format of a projection's weight, which `spec.layer_reasons` has checked."""
+    return gdn.MXFP4 if weight.dtype is torch.uint8 else gdn.BF16
+
+
+def _projections(view: state.GdnView | state.AttentionView) -> tuple[torch.Tensor, ...]:
+    """The weights whose format picks a layer's kernels."""
+    return (view.qkvz, view.ba, view.out) if view.kind == "gdn" else (view.out,)
+
+
 def _k1_weights(view: state.GdnView) -> dict[str, Any]:
+    def scale(weight: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor | int:
+        return codes if _format(weight) == gdn.MXFP4 else 0
+
     return {
         "norm_w": view.input_norm,
         "w_qkvz": view.qkvz,
         "w_ba": view.ba,
+        "w_qkvz_scale": scale(view.qkvz, view.qkvz_scale),
+        "w_ba_scale": scale(view.ba, view.ba_scale),
         "conv_w": view.conv,
         "a_log": view.a_log,
         "dt_bias": view.dt_bias,
@@ -467,7 +496,8 @@ def same_launches(group: state.RankGroup, name: str, view: state.ModelView, keys
 
     A launch that one rank lacks would leave its peers waiting in theirs until the deadline.
     """
-    text = repr([(v.layer, v.kind) for v in view.layers]) + " ".join(key.digest() for key in keys)
+    formats = [(v.layer, v.kind, [str(getattr(w, "dtype", None)) for w in _projections(v)]) for v in view.layers]
+    text = repr(formats) + " ".join(key.digest() for key in keys)
     digests = group.all_gather(hashlib.sha256(text.encode()).hexdigest())
     if len(set(digests)) > 1:
         found = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))

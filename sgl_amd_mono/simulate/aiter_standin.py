@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the few names of AITER that SGLang's Quark MXFP4 MoE path calls on gfx950.
+"""A stand-in for the few names of AITER that SGLang's Quark MXFP4 MoE and linear paths call on gfx950.
 
 SGLang's own code drives it: ``QuarkW4A4MXFp4MoE.process_weights_after_loading`` shuffles through it, and
 ``AiterRunnerCore.run`` calls its ``fused_moe``. Layouts follow the index formulas of AITER's ``shuffle_weight``
@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 import torch
 
 from sgl_amd_mono.simulate import sums
-from sgl_amd_mono.simulate.checkpoint import E2M1_MAGNITUDES, MX_BLOCK, e2m1_codes
+from sgl_amd_mono.simulate.checkpoint import E2M1_MAGNITUDES, MX_BLOCK, e2m1_codes, quantise_mxfp4
 
 ROW_GROUP = 16
 """Rows of one shuffled weight tile."""
@@ -103,6 +103,24 @@ def quantise_activation(x: torch.Tensor) -> torch.Tensor:
     codes = e2m1_codes(blocks / scale).int()
     magnitudes = torch.tensor(E2M1_MAGNITUDES)
     return (torch.cat([magnitudes, -magnitudes])[codes] * scale).flatten(-2)
+
+
+def dynamic_mxfp4_quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """AITER's ``dynamic_mxfp4_quant``, before SGLang's MXFP4 linears: bf16 ``[M, K]`` to packed uint8 ``[M, K/2]`` and
+    e8m0 ``[M, K/32]``, the scale's exponent rounded up from 1.75. A block of zeros has code 1; AITER's has 0."""
+    return quantise_mxfp4(x)
+
+
+def gemm_afp4wfp4(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scales: torch.Tensor,
+    w_scales: torch.Tensor,
+    dtype: torch.dtype,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """AITER's ``gemm_afp4wfp4`` of plain MXFP4 operands: ``y [M, N]`` = x w^T, float32 sums rounded once."""
+    return y.copy_(sums.matmul(dequantise(x, x_scales), dequantise(w, w_scales)).to(dtype))
 
 
 class ActivationType(enum.Enum):

@@ -9,6 +9,7 @@ one e8m0 byte per 32 columns, everything else bf16 (A_log float32).
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ MX_BLOCK = 32
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the eight e2m1 codes without their sign bit (OCP Microscaling, table of FP4 E2M1)."""
+
+
+PROJECTION = re.compile(r"\.(linear_attn|self_attn)\.\w+_?proj(_\w+)?$")
+"""Names of the linear layers of GDN and attention layers."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,22 @@ def shape_of(geometry: Any) -> CheckpointShape:
     )
 
 
-def quark_config() -> dict:
-    """``quantization_config`` as Quark exports it: MXFP4 weights and activations for the routed experts only."""
+KEPT = ("re:.*linear_attn.*", "re:.*self_attn.*")
+"""Quark's exclude patterns of the layers around the experts, which a checkpoint usually keeps in bf16."""
+
+
+def quark_config(kept: tuple[str, ...] = KEPT) -> dict:
+    """``quantization_config`` as Quark exports it: MXFP4 weights and activations but for what is excluded.
+
+    ``kept``: names or ``re:`` patterns of the projections outside the experts that stay bf16.
+    """
     mxfp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": MX_BLOCK, "scale_format": "e8m0", "ch_axis": -1}
     return {
         "quant_method": "quark",
         "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
         "exclude": [
             "lm_head",
-            "re:.*linear_attn.*",
-            "re:.*self_attn.*",
+            *kept,
             "re:.*mlp\\.gate$",
             "re:.*shared_expert.*",
             "re:.*conv1d$",
@@ -253,10 +264,18 @@ def tensors(shape: CheckpointShape, seed: int, gains: Gains):
     yield "lm_head.weight", draw.linear(shape.vocab_size, hidden, gain=gains.head).to(bf16)
 
 
-def write(folder: Path, shape: CheckpointShape | None = None, seed: int = 0, gains: Gains | None = None) -> Path:
+def write(
+    folder: Path,
+    shape: CheckpointShape | None = None,
+    seed: int = 0,
+    gains: Gains | None = None,
+    mxfp4: str | None = None,
+) -> Path:
     """Write config.json and model.safetensors into ``folder`` (made if missing); returns the folder.
 
-    ``shape`` defaults to the model whose TP 1 and TP 2 shards are the ``small`` geometry.
+    ``shape`` defaults to the model whose TP 1 and TP 2 shards are the ``small`` geometry. ``mxfp4``: a regular
+    expression; the projections of GDN and attention layers whose names it matches, such as
+    ``model.layers.0.linear_attn.in_proj_qkv``, are MXFP4 as well.
     """
     from safetensors.torch import save_file
 
@@ -264,9 +283,16 @@ def write(folder: Path, shape: CheckpointShape | None = None, seed: int = 0, gai
 
     shape = shape or shape_of(Geometry.small(1))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=1) + "\n")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors(shape, seed, gains or Gains())},
-        folder / "model.safetensors",
-    )
+    config, kept, found = shape.hf_config(), [], {}
+    for name, tensor in tensors(shape, seed, gains or Gains()):
+        module = name.removesuffix(".weight")
+        if PROJECTION.search(module) and mxfp4 is not None and re.search(mxfp4, module):
+            found[name], found[f"{name}_scale"] = quantise_mxfp4(tensor)
+            continue
+        found[name] = tensor.contiguous()
+        kept += [module] if PROJECTION.search(module) else []
+    if mxfp4 is not None:
+        config["quantization_config"] = quark_config(tuple(kept))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_file(found, folder / "model.safetensors")
     return folder

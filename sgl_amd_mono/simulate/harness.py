@@ -116,6 +116,7 @@ _BINDING = "sglang.srt.kernel_plugins.amd.binding"
 _GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 _GDN_KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _QUARK_MOE = "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4_moe"
+_QUARK_LINEAR = "sglang.srt.layers.quantization.quark.schemes.quark_w4a4_mxfp4"
 _AITER_RUNNER = "sglang.srt.layers.moe.moe_runner.aiter"
 
 REPLACEMENTS = (
@@ -180,6 +181,15 @@ REPLACEMENTS = (
         "Triton kernel",
         _standin("fused_gate_sigmoid_mul_add"),
     ),
+    # MXFP4 projections: SGLang's own Quark linear, driven with the AITER stand-in
+    Replacement(
+        "sglang.srt.layers.quantization.quark.quark",
+        "get_device_capability",
+        "Quark's linears ask for a GPU of at least 7.0; gfx950's is named",
+        _constant(lambda: (9, 5)),
+    ),
+    Replacement(_QUARK_LINEAR, "dynamic_mxfp4_quant", "AITER's Triton kernel", _aiter("dynamic_mxfp4_quant")),
+    Replacement(_QUARK_LINEAR, "gemm_afp4wfp4", "AITER's Triton kernel", _aiter("gemm_afp4wfp4")),
     # MXFP4 experts: SGLang's own gfx950 path, driven with the AITER stand-in
     Replacement(_QUARK_MOE, "_use_aiter", "the gfx950 path of the Quark MXFP4 MoE", _constant(True)),
     Replacement(_QUARK_MOE, "_is_gfx95", "the gfx950 path of the Quark MXFP4 MoE", _constant(True)),
@@ -191,7 +201,14 @@ REPLACEMENTS = (
 )
 """In the order in which a step meets them. A name that the installed SGLang lacks is an error at start."""
 
-OPTIONAL_NAMES = frozenset({(_QUARK_MOE, "shuffle_weight"), (_QUARK_MOE, "e8m0_shuffle")})
+OPTIONAL_NAMES = frozenset(
+    {
+        (_QUARK_MOE, "shuffle_weight"),
+        (_QUARK_MOE, "e8m0_shuffle"),
+        (_QUARK_LINEAR, "dynamic_mxfp4_quant"),
+        (_QUARK_LINEAR, "gemm_afp4wfp4"),
+    }
+)
 """Names that SGLang binds only where AITER is installed: created, not replaced."""
 
 

@@ -21,16 +21,21 @@ from helpers import check_run
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHES = 7  # three GDN layers with K1 and K2, one attention layer with K2
 BOUNDS = ["k1.conv.cosine", "k1.core.cosine", "k1.res_out.max_abs", "k1.state.cosine", "k2.out.cosine", "k2.out.rel"]
+CASES = [name for name in check_run.CASES if name not in ("formats", *check_run.MXFP4_MISTAKES)]
 BATCHES = {"1 row": 1, "3 rows": 3, "3 of 4 rows": 3, "8 rows": 8}
 
 pytestmark = pytest.mark.xdist_group("big")
 
 
-def run(folder: Path, runtime: str, cases: list[str], **environment: str) -> dict[str, Any]:
+#: The projections that are MXFP4 in one of the models: every mix over its three GDN layers.
+MXFP4 = r"\.0\.linear_attn\.in_proj|\.1\.linear_attn\.in_proj_(qkv|z)$|\.2\.linear_attn\.in_proj_(b|a)$"
+
+
+def run(folder: Path, runtime: str, cases: list[str], *mxfp4: str, **environment: str) -> dict[str, Any]:
     """The named cases of `check_run`, in a process of their own."""
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "test"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, check_run.__file__, str(folder), runtime, ",".join(cases)],
+        [sys.executable, check_run.__file__, str(folder), runtime, ",".join(cases), *mxfp4],
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
@@ -43,7 +48,7 @@ def run(folder: Path, runtime: str, cases: list[str], **environment: str) -> dic
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("double"), "double", list(check_run.CASES), SGLANG_AMD_MONO_CHECK="1")
+    return run(tmp_path_factory.mktemp("double"), "double", CASES, SGLANG_AMD_MONO_CHECK="1")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,11 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def simulated_rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("rest"), "simulator", ["3 of 4 rows", "8 rows", *check_run.MISTAKES])
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("mxfp4"), "simulator", ["formats", "1 row", "3 rows", "code"], MXFP4)
 
 
 def within_bounds(found: dict[str, Any], rows: int) -> None:
@@ -81,11 +91,21 @@ def test_wider_batches_on_the_simulator(simulated_rest: dict[str, Any], case: st
     within_bounds(simulated_rest[case], BATCHES[case])
 
 
+def test_mxfp4_projections_on_the_simulator(mxfp4: dict[str, Any]) -> None:
+    """The launches beside SGLang's own Quark linear, which the checkpoint's exclude list gives to some projections."""
+    bf16, packed = "bfloat16", "mxfp4"
+    assert mxfp4["formats"] == {"0": [packed, packed], "1": [packed, bf16], "2": [bf16, packed]}
+    for case in ("1 row", "3 rows"):
+        within_bounds(mxfp4[case], BATCHES[case])
+    stopped(mxfp4["code"], "code")
+
+
 #: planted mistake -> the line that must stop the server: layer, launch, row, metric, bound
 LINES = {
     "weight": r"layer 1, launch k1, row \d: k1\.core\.cosine = -?0\.\d+, bound 0\.9999",
     "scale": r"layer 2, launch k2, row \d: k2\.out\.rel = \d[\d.]*, bound 0\.15",
     "residual": r"layer 2, launch k1, row \d: k1\.res_out\.max_abs = 0\.\d+, bound 0",
+    "code": r"layer 1, launch k1, row \d: k1\.core\.cosine = -?0\.\d+, bound 0\.9999",
     "state row": r"layer 0, launch k1, row 1: k1\.state\.cosine = 0\.\d+, bound 0\.9999",
 }
 
@@ -101,13 +121,13 @@ def stopped(found: dict[str, Any], mistake: str) -> None:
     assert found["steps"] == 0
 
 
-@pytest.mark.parametrize("mistake", LINES)
+@pytest.mark.parametrize("mistake", check_run.MISTAKES)
 def test_a_planted_mistake_stops_the_step(double: dict[str, Any], mistake: str) -> None:
     stopped(double[mistake], mistake)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mistake", LINES)
+@pytest.mark.parametrize("mistake", check_run.MISTAKES)
 def test_a_planted_mistake_stops_the_simulated_step(simulated_rest: dict[str, Any], mistake: str) -> None:
     stopped(simulated_rest[mistake], mistake)
 

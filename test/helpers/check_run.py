@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check mode on SGLang's own model of the `small` geometry: `python check_run.py FOLDER RUNTIME CASES`, JSON out.
+"""Check mode on SGLang's own model of the `small` geometry: `python check_run.py FOLDER RUNTIME CASES [MXFP4]`.
 
 RUNTIME `double` runs the launches by their definitions, `simulator` as compiled. CASES is a comma-separated list of
-names in `CASES`. SGLang's runtime is one a process, so this is a process of its own; the last line is {case: result}.
+names in `CASES`. MXFP4 names projections that are MXFP4, see `checkpoint.write`. SGLang's runtime is one a process, so
+this is a process of its own; the last line of its output is JSON, {case: result}.
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ MISTAKES: dict[str, tuple[str, int, str, Callable[[torch.Tensor], torch.Tensor]]
     "residual": ("k1", 2, "residual", lambda t: t * 1.01),
     "state row": ("k1", 0, "ssm_state", lambda t: t),
 }
+MXFP4_MISTAKES = {"code": ("k1", 1, "w_qkvz_scale", lambda t: t.roll(1, 1))}
 
 
 def mistake(name: str) -> Callable[[Bench], Any]:
     """The lines of a step in which one launch is given a wrong operand, or has one state row spoiled."""
 
     def run(bench: Bench) -> Any:
-        kind, layer, argument, change = MISTAKES[name]
+        kind, layer, argument, change = (MISTAKES | MXFP4_MISTAKES)[name]
         original = bench.runtime.launch
 
         def launch(kernel: Any, args: Any) -> None:
@@ -228,6 +230,12 @@ def installed(bench: Bench) -> Any:
     }
 
 
+def formats(bench: Bench) -> Any:
+    """Layer -> the formats of its K1, as the step has bound it, of width 1."""
+    bound = bench.step._widths[1].k1
+    return {layer: [at.kernel.key.qkvz_format, at.kernel.key.ba_format] for layer, at in bound.items()}
+
+
 CASES: dict[str, Callable[[Bench], Any]] = {
     "installed": installed,  # first: each other case takes off what the build attached
     "1 row": batch(1),
@@ -236,18 +244,21 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "8 rows": batch(8),
     "replay": replay,
     **{name: mistake(name) for name in MISTAKES},
+    "formats": formats,
+    "code": mistake("code"),
 }
 
 
 def main() -> int:
-    folder, runtime, cases = sys.argv[1:]
+    folder, runtime, cases, *mxfp4 = sys.argv[1:]
     from helpers import spec_double
 
     if runtime == "simulator":
         from sgl_amd_mono.common.runtime import simulator_runtime
 
         spec_double.FACTORY = simulator_runtime
-    loaded = spec_double.load_sglang(Path(folder))
+    spec_double.WIDTHS = (1, 3) if mxfp4 else spec_double.WIDTHS
+    loaded = spec_double.load_sglang(Path(folder), *mxfp4)
     bench = Bench(loaded, spec_double.built_step(loaded.model))
     print(json.dumps({name: CASES[name](bench) for name in cases.split(",")}))
     return 0

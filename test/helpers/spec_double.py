@@ -98,6 +98,8 @@ class DoubleRuntime:
             norm_w=a["norm_w"],
             w_qkvz=a["w_qkvz"],
             w_ba=a["w_ba"],
+            w_qkvz_scale=a["w_qkvz_scale"] if key.qkvz_format == "mxfp4" else None,
+            w_ba_scale=a["w_ba_scale"] if key.ba_format == "mxfp4" else None,
             conv_w=a["conv_w"].view(key.geometry.conv_channels, -1),
             a_log=a["a_log"],
             dt_bias=a["dt_bias"],
@@ -131,6 +133,7 @@ class DoubleRuntime:
 RUNTIMES: list[DoubleRuntime] = []
 
 
+WIDTHS: tuple[int, ...] = tuple(range(1, 9))  # that are built, set before SGLang loads the model
 FACTORY: Any = None  # another runtime factory, set before SGLang loads the model
 
 
@@ -149,6 +152,7 @@ def _spec() -> Any:
         name="qwen38-a95b-mxfp4-double",
         geometries={"small": Geometry.small},
         tp_sizes=(1, 2),
+        widths=WIDTHS,
         runtime_factory=_factory,
         stop=False,
         environment={},
@@ -162,13 +166,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def load_sglang(folder: Any) -> Any:
-    """SGLang's ModelRunner of the `small` checkpoint (made in `folder`), with the double plugin. One a process."""
+def load_sglang(folder: Any, mxfp4: str | None = None) -> Any:
+    """SGLang's ModelRunner of the `small` checkpoint (made in `folder`), with the double plugin. One a process.
+
+    `mxfp4`: the projections that are MXFP4, see `checkpoint.write`.
+    """
     from sgl_amd_mono.simulate import checkpoint, harness
 
     harness.prepare()
     torch.set_num_threads(1)
-    checkpoint.write(folder)
+    checkpoint.write(folder, mxfp4=mxfp4)
     from sglang.kernels.plugin_kernels.amd.spec import BACKEND, register
 
     register(backend=BACKEND, architecture="Qwen3_5MoeForCausalLM", path=f"{__name__}:SPEC")
@@ -177,9 +184,9 @@ def load_sglang(folder: Any) -> Any:
     return SglangModel(folder, True, Rank())
 
 
-def load_with_double(folder: Any) -> tuple[Any, Any, Any]:
+def load_with_double(folder: Any, mxfp4: str | None = None) -> tuple[Any, Any, Any]:
     """(model, spec, config) of `load_sglang`."""
-    loaded = load_sglang(folder)
+    loaded = load_sglang(folder, mxfp4)
     spec = __getattr__("SPEC") if "SPEC" not in globals() else globals()["SPEC"]
     return loaded.model, spec, loaded.model_runner.model_config.hf_config
 

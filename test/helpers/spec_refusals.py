@@ -183,11 +183,14 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: object.__setattr__(owner, name, before)
 
 
-def _weight(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Put another tensor in a parameter's place; returns what undoes it."""
+def _weight(owner: Any, name: str, change: Callable[[Any], Any] | None) -> Callable[[], None]:
+    """Put another tensor, or none, in a parameter's place; returns what undoes it."""
     import torch
 
     before = owner._parameters[name]
+    if change is None:
+        owner._parameters[name] = None
+        return lambda: owner._parameters.__setitem__(name, before)
     tensor = change(before.data)
     after = torch.nn.Parameter(tensor, requires_grad=False)
     for flag in ("is_shuffled",):
@@ -214,11 +217,14 @@ def _strided(tensor: Any) -> Any:
 
 
 def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]]:
-    """case -> what changes the loaded model; each returns what undoes it. Layers 0-2 are GDN, layer 3 attention."""
+    """case -> what changes the loaded model; each returns what undoes it. Layers 0-2 are GDN, layer 3 attention.
+
+    Layer 2 has its input projections in MXFP4."""
     import torch
+    from sglang.srt.layers.quantization.quark.schemes import QuarkW8A8Fp8
 
     layers = model.model.layers
-    g0, g1, a3 = layers[0].linear_attn, layers[1].linear_attn, layers[3]
+    g0, g1, g2, a3 = *(layers[n].linear_attn for n in range(3)), layers[3]
     mlp = layers[2].mlp
     experts = mlp.experts
     f32, f16 = torch.float32, torch.float16
@@ -230,6 +236,13 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
         "qkvz stride": lambda: [_weight(g0.in_proj_qkvz, "weight", _strided)],
         "qkvz offset": lambda: [_weight(g0.in_proj_qkvz, "weight", _shifted)],
         "ba": lambda: [_weight(g1.in_proj_ba, "weight", lambda t: t.to(f16))],
+        "ba uint8": lambda: [_weight(g1.in_proj_ba, "weight", lambda t: t.to(torch.uint8))],
+        "mxfp4 shape": lambda: [_weight(g2.in_proj_qkvz, "weight", lambda t: t[:, :-16].contiguous())],
+        "mxfp4 codes": lambda: [_weight(g2.in_proj_ba, "weight_scale", lambda t: t.to(f32))],
+        "mxfp4 no codes": lambda: [_weight(g2.in_proj_ba, "weight_scale", None)],
+        "mxfp4 transposed codes": lambda: [_weight(g2.in_proj_qkvz, "weight_scale", lambda t: t.t().contiguous().t())],
+        "mxfp4 scheme": lambda: [_set(g2.in_proj_ba, "scheme", QuarkW8A8Fp8.__new__(QuarkW8A8Fp8))],
+        "mxfp4 shuffled": lambda: [_set(g2.in_proj_qkvz, "use_aiter_asm_fp4_gemm", True)],
         "conv": lambda: [_weight(g0.conv1d, "weight", lambda t: t.to(f32))],
         "conv bias": lambda: [_set(g0.conv1d, "bias", torch.zeros(4))],
         "conv activation": lambda: [_set(g0, "activation", "gelu")],
@@ -282,7 +295,7 @@ def weights_phase(folder: Path) -> dict[str, list[str]]:
     """Each case through the spec's `model_disable_reasons`, on a model that SGLang has loaded."""
     from helpers.spec_double import load_with_double
 
-    model, spec, config = load_with_double(folder)
+    model, spec, config = load_with_double(folder, mxfp4=r"\.2\.linear_attn\.in_proj")
     found = {}
     for name, change in weight_cases(model).items():
         undo = change()

@@ -16,6 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NO_FLAG = "start without --enable-amd-monokernel"
 CHECKPOINT = f"serve a Qwen3.8-2.4T-A95B checkpoint, or {NO_FLAG}"
 BF16 = f"serve a checkpoint that leaves this weight in bfloat16 (exclude it from quantisation), or {NO_FLAG}"
+PROJECTION = f"serve a checkpoint with this weight in bfloat16 or in Quark's MXFP4 (W4A4), or {NO_FLAG}"
+EITHER = "torch.bfloat16, or torch.uint8 of QuarkW4A4MXFP4"
 EXPERTS = "serve the MXFP4 (Quark) checkpoint with SGLANG_USE_AITER=1"
 
 
@@ -176,8 +178,10 @@ LOADED_LINES = {
     "accepted": [],
     "undone": [],
     "input norm": weight("layer 0", "input_layernorm.weight", "torch.float32", "torch.bfloat16"),
-    "qkvz dtype": weight("layer 0", "linear_attn.in_proj_qkvz.weight", "torch.float8_e4m3fn", "torch.bfloat16"),
-    "qkvz shape": weight("layer 0", "linear_attn.in_proj_qkvz.weight", "shape [4592, 1024]", "shape [4608, 1024]"),
+    "qkvz dtype": weight("layer 0", "linear_attn.in_proj_qkvz.weight", "torch.float8_e4m3fn", EITHER, PROJECTION),
+    "qkvz shape": weight(
+        "layer 0", "linear_attn.in_proj_qkvz.weight", "shape [4592, 1024]", "shape [4608, 1024]", PROJECTION
+    ),
     "qkvz stride": weight(
         "layer 0", "linear_attn.in_proj_qkvz.weight", "strides [1040, 1]",
         "rows stored one after another, strides [1024, 1]",
@@ -187,7 +191,32 @@ LOADED_LINES = {
         "layer 0", "linear_attn.in_proj_qkvz.weight", "storage offset 1, 2 bytes past an aligned one",
         "an address that is a multiple of 16 bytes", "start without what packs this weight into a larger tensor",
     ),
-    "ba": weight("layer 1", "linear_attn.in_proj_ba.weight", "torch.float16", "torch.bfloat16"),
+    "ba": weight("layer 1", "linear_attn.in_proj_ba.weight", "torch.float16", EITHER, PROJECTION),
+    # layer 2 has these two in MXFP4, which is served ("accepted") as Quark's W4A4 linear stores it, and not otherwise
+    "ba uint8": weight(
+        "layer 1", "linear_attn.in_proj_ba.weight", "torch.uint8 of another method than Quark", EITHER, PROJECTION
+    ),
+    "mxfp4 scheme": weight(
+        "layer 2", "linear_attn.in_proj_ba.weight", "torch.uint8 of QuarkW8A8Fp8", EITHER, PROJECTION
+    ),
+    "mxfp4 shape": weight(
+        "layer 2", "linear_attn.in_proj_qkvz.weight", "shape [4608, 496]", "shape [4608, 512]", PROJECTION
+    ),
+    "mxfp4 codes": weight(
+        "layer 2", "linear_attn.in_proj_ba.weight_scale", "torch.float32", "torch.uint8", PROJECTION
+    ),
+    "mxfp4 no codes": weight(
+        "layer 2", "linear_attn.in_proj_ba.weight_scale", "no such weight", "torch.uint8 [32, 32]", PROJECTION
+    ),
+    "mxfp4 transposed codes": weight(
+        "layer 2", "linear_attn.in_proj_qkvz.weight_scale", "strides [1, 4608]",
+        "rows stored one after another, strides [32, 1]",
+        "start without what re-arranges this weight after loading (LoRA, another weight layout option)",
+    ),
+    "mxfp4 shuffled": weight(
+        "layer 2", "linear_attn.in_proj_qkvz.weight", "MXFP4 in the layout of AITER's assembly GEMM",
+        "MXFP4 in Quark's plain layout", "unset SGLANG_ROCM_USE_AITER_FP4_ASM_GEMM",
+    ),
     "conv": weight("layer 0", "linear_attn.conv1d.weight", "torch.float32", "torch.bfloat16"),
     "conv bias": weight("layer 0", "linear_attn.conv1d.bias", "a bias", "no bias", CHECKPOINT),
     "conv activation": weight("layer 0", "linear_attn conv activation", "'gelu'", "'silu'", CHECKPOINT),
@@ -239,7 +268,7 @@ LOADED_LINES = {
     # one fault in every layer is one line; two faults are two
     "every layer": weight("layers 0-3 (4 of 4)", "mlp.gate.weight", "torch.float32", "torch.bfloat16"),
     "two wrong": [
-        *weight("layer 0", "linear_attn.in_proj_ba.weight", "torch.float16", "torch.bfloat16"),
+        *weight("layer 0", "linear_attn.in_proj_ba.weight", "torch.float16", EITHER, PROJECTION),
         *weight("layer 3", "self_attn.o_proj.weight", "torch.float32", "torch.bfloat16"),
     ],
 }  # fmt: skip
