@@ -312,6 +312,12 @@ def wait_stores() -> None:
     fly.inline_asm("s_waitcnt vmcnt(0)", "~{memory}")
 
 
+def need(*values: Any) -> None:
+    """No instruction; the loads of all ``values`` have arrived: one wait for them, where each first use would wait
+    for its own. Values of at most 16 bytes a lane."""
+    fly.inline_asm("", ",".join([*["v"] * len(values), "~{memory}"]), None, values)
+
+
 def wait_lds() -> None:
     """This wave's LDS operations are complete: ``s_waitcnt lgkmcnt(0)``."""
     fly.inline_asm("s_waitcnt lgkmcnt(0)", "~{memory}")

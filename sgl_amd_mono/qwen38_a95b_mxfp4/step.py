@@ -101,6 +101,7 @@ class WidthLaunches:
         k2: layer -> bound K2.
         hidden: bf16 [w, H], K2's output.
         residuals: two bf16 [w, H]: a launch reads one and writes the other.
+        z: f32 [w, H], hidden + residual as K2 leaves it to the next K1; squares: its sums, f32 [w, H / 32].
         core: bf16 [w, core width], K1's output.
         row_index: int32 [w], in a verify step the state index of each row's request.
     """
@@ -109,6 +110,8 @@ class WidthLaunches:
     k2: dict[int, BoundLaunch]
     hidden: torch.Tensor
     residuals: tuple[torch.Tensor, torch.Tensor]
+    z: torch.Tensor
+    squares: torch.Tensor
     core: torch.Tensor
     row_index: torch.Tensor
 
@@ -356,15 +359,17 @@ def build_step(
     }
 
     def bind(width: int) -> WidthLaunches:
-        def rows(columns: int, what: str) -> torch.Tensor:
-            size = torch.bfloat16.itemsize * width * columns
-            return runtime.zeros(size, f"{what}.w{width}")[:size].view(torch.bfloat16).view(width, columns)
+        def rows(columns: int, what: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            size = dtype.itemsize * width * columns
+            return runtime.zeros(size, f"{what}.w{width}")[:size].view(dtype).view(width, columns)
 
         at = WidthLaunches(
             k1={},
             k2={},
             hidden=rows(geometry.hidden, "hidden"),
             residuals=(rows(geometry.hidden, "residual.a"), rows(geometry.hidden, "residual.b")),
+            z=rows(geometry.hidden, "z", torch.float32),
+            squares=rows(geometry.z_sums, "squares", torch.float32),
             core=rows(geometry.core_width, "core"),
             row_index=runtime.zeros(4 * width, f"row_index.w{width}")[: 4 * width].view(torch.int32),
         )
@@ -376,12 +381,15 @@ def build_step(
                 key = k1_key(v, width)
                 fixed = shared | _k1_weights(v)
                 fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
+                fixed |= {"z": at.z, "squares": at.squares}
                 at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
             fixed = shared | _k2_weights(v)
             fixed |= {
                 "layer_slot": K2_SLOT + v.layer,
                 "scratch": k2_scratch,
                 "out": at.hidden,
+                "next_z": at.z,
+                "next_squares": at.squares,
                 "last": int(v is view.layers[-1]),
             }
             at.k2[v.layer] = BoundLaunch(k2_kernel, v.layer, [n for n, _ in layer.ABI], fixed)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgl_amd_mono.common.build import Artifact, build
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
-from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Z_SUM_COLUMNS, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, gdn_front
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import E2M1, MX_BLOCK
@@ -64,6 +64,12 @@ def projection(
     return packed, torch.randint(code - 1, code + 2, (rows, columns // MX_BLOCK), generator=generator).to(torch.uint8)
 
 
+def left_by_k2(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """z = hidden + residual, f32 [S, H], and its sums of squares over 32 columns, f32 [S, H / 32]."""
+    z = hidden.float() + residual.float()
+    return z, z.square().unflatten(1, (-1, Z_SUM_COLUMNS)).sum(-1)
+
+
 @dataclass
 class K1Case:
     """One launch's tensors. Slot 0 holds NaN; the pools have guard slots that no row names."""
@@ -77,6 +83,8 @@ class K1Case:
     ssm_state: Tensor
     residual_out: Tensor = field(init=False)
     core: Tensor = field(init=False)
+    z: Tensor | None = field(init=False)
+    squares: Tensor | None = field(init=False)
     scratch: Tensor = field(init=False)
     peers: Tensor = field(init=False)
     fault_blocks: list[Tensor] = field(init=False)
@@ -86,6 +94,8 @@ class K1Case:
         g, width = self.key.geometry, self.key.width
         self.residual_out = torch.full((width, g.hidden), JUNK, dtype=torch.bfloat16)
         self.core = torch.full((width, g.core_width), JUNK, dtype=torch.bfloat16)
+        self.z = torch.empty(width, g.hidden) if self.key.given_z else None
+        self.squares = torch.empty(width, g.z_sums) if self.key.given_z else None
         self.scratch = torch.zeros(gdn.scratch_bytes(g, width), dtype=torch.uint8)
         self.fault_blocks = [torch.zeros(FAULT_BLOCK_BYTES // 4, dtype=torch.int32) for _ in range(g.tp)]
         self.peers = torch.tensor([b.data_ptr() for b in self.fault_blocks], dtype=torch.int64)
@@ -126,11 +136,16 @@ class K1Case:
         return torch.cat(parts, 1), ba
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Tensor arguments by ABI name."""
+        """Tensor arguments by ABI name; z and its squares as the K2 before leaves them, of the rows as they are now."""
         w = self.weights
+        if self.z is not None:
+            for tensor, value in zip((self.z, self.squares), left_by_k2(self.hidden, self.residual), strict=True):
+                tensor.copy_(value)
         return {
             "hidden": self.hidden,
             "residual": self.residual,
+            "z": self.z,
+            "squares": self.squares,
             "norm_w": w.norm_w,
             "w_qkvz": w.w_qkvz,
             "w_ba": w.w_ba,
@@ -205,7 +220,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 READONLY = (
-    *("hidden", "residual", "norm_w", "w_qkvz", "w_ba", "w_qkvz_scale", "w_ba_scale"),
+    *("hidden", "residual", "z", "squares", "norm_w", "w_qkvz", "w_ba", "w_qkvz_scale", "w_ba_scale"),
     *("conv_w", "a_log", "dt_bias", "gnorm_w"),
     *("state_index", "peers", "epoch"),
 )

@@ -161,6 +161,8 @@ class Result:
     bench: Bench
     out: list[torch.Tensor]
     residual: list[torch.Tensor]
+    next_z: list[torch.Tensor]
+    next_squares: list[torch.Tensor]
     report: object
     parity: int
     width: int
@@ -248,12 +250,14 @@ class Bench:
         built = artifact(g, width, self.stop)
         codes = codes or [program or code(g, width, self.stop)] * g.tp
         scratch = self._scratch_of(width)
-        launches, outs, residuals = [], [], []
+        launches, outs, residuals, zs, squares = [], [], [], [], []
         tensors: list[tuple[int, torch.Tensor]] = []
         for rank in range(g.tp):
             self.epoch[rank].fill_(epoch)
             out = torch.full((width, g.hidden), float("nan"), dtype=torch.bfloat16)
             residual_out = torch.full_like(out, float("nan"))
+            next_z = torch.full((width, g.hidden), float("nan"))
+            next_squares = torch.full((width, g.z_sums), float("nan"))
             residual = inputs.residual.clone()
             row_index = inputs.row_index.clone()
             for tensor, name, kind in (
@@ -262,6 +266,8 @@ class Bench:
                 (row_index, "row_index", "readonly"),
                 (out, "out", "plain"),
                 (residual_out, "residual_out", "plain"),
+                (next_z, "next_z", "plain"),
+                (next_squares, "next_squares", "plain"),
             ):
                 self.machine.map_tensor(rank, tensor, name, kind=kind)
                 tensors.append((rank, tensor))
@@ -269,6 +275,7 @@ class Bench:
             values |= {
                 "core": inputs.cores[rank].data_ptr(), "residual": residual.data_ptr(), "out": out.data_ptr(),
                 "residual_out": residual_out.data_ptr(), "row_index": row_index.data_ptr(),
+                "next_z": next_z.data_ptr(), "next_squares": next_squares.data_ptr(),
                 "scratch": scratch[rank].data_ptr(), "peers": self.table.data_ptr(),
                 "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "mode": mode,
                 "layer_slot": slots[rank] if slots else slot, "last": last,
@@ -277,13 +284,15 @@ class Bench:
             launches.append(Launch(rank=rank, code=codes[rank], grid=built.grid, block=built.block, kernargs=kernargs))
             outs.append(out)
             residuals.append(residual_out)
+            zs.append(next_z)
+            squares.append(next_squares)
         try:
             report = self.machine.launch(launches)
         finally:
             for rank, tensor in tensors:
                 self.machine.unmap(rank, tensor.data_ptr())
         faults = [decode_fault_block(p[:FAULT_BLOCK_BYTES].view(torch.int32).tolist()) for p in self.peers]
-        return Result(self, outs, residuals, report, epoch & 1, width, faults)
+        return Result(self, outs, residuals, zs, squares, report, epoch & 1, width, faults)
 
     def clear_faults(self) -> None:
         """Forget the faults of earlier launches (a test's own second run; a server ends)."""

@@ -33,6 +33,7 @@ def keys(geometries: tuple[Geometry, ...]) -> list[GdnKey]:
         for qkvz, ba in mixed
     ]
     small = Geometry.small(1)
+    found += [GdnKey(small, width, own_norm=True, stop=False) for width in range(1, 9)]
     return [*found, GdnKey(small, 1, stop=True), GdnKey(small, 1, round_beta=False, stop=False)]
 
 

@@ -12,6 +12,7 @@ from helpers.k1_inputs import EPOCH, LAYER, make_case, make_weights, run
 
 from sgl_amd_mono.common.build import compile_artifact
 from sgl_amd_mono.common.sync import tag_of
+from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k1
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
@@ -51,6 +52,29 @@ def test_against_the_definition(width: int, first: bool, dtype: str, pads: bool)
 def test_left_over_slices_of_tp2(width: int) -> None:
     """At TP 2 some z rows are left over: K slices, summed by the consumer."""
     checked(make_case(GdnKey(TP2, width, stop=False), seed=20 + width, pads=(1,) if width > 2 else ()))
+
+
+@pytest.mark.parametrize("width", [pytest.param(w, marks=() if w in (1, 8) else full) for w in range(1, 9)])
+def test_own_norm(width: int) -> None:
+    """A build that adds the residual and sums the squares itself, and reads neither z nor its sums."""
+    case = make_case(GdnKey(TP1, width, own_norm=True, stop=False), seed=40 + width, pads=PADS[width])
+    assert case.z is None and case.squares is None
+    checked(case)
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["z", "squares"])
+def test_the_norm_starts_from_what_is_given(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: z that is not the sum, or sums that are not of its squares, by 2 %: the core leaves its bounds."""
+    left_by_k2 = trial_k1.left_by_k2
+    case = make_case(GdnKey(TP1, 1, stop=False), seed=3)
+    before = Before.of(case)
+
+    def planted(*rows: torch.Tensor) -> list[torch.Tensor]:
+        return [value * (1.02 if n == wrong else 1.0) for n, value in enumerate(left_by_k2(*rows))]
+
+    monkeypatch.setattr(trial_k1, "left_by_k2", planted)
+    run(case)
+    assert any(text.startswith("core") for text in failures(case, before))
 
 
 @pytest.mark.parametrize("round_beta", [True, False])

@@ -10,7 +10,7 @@ import torch
 from helpers import k2_bench as kb
 
 from sgl_amd_mono.common.sync import EPOCH_MODULUS
-from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Z_SUM_COLUMNS, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
 
 WEIGHT_SEED, INPUT_SEED = 11, 12
@@ -93,6 +93,17 @@ def test_no_wait_was_lost(tp: int, width: int, memory: str, seed: int) -> None:
 def test_residual(tp: int, width: int, memory: str, seed: int) -> None:
     result, want = launch(tp, width, memory, seed), expected(tp, width)
     assert_ulps(result.residual[0], want.residual, 1, 0.01, "residual")
+
+
+@stages
+def test_what_the_next_norm_starts_from(tp: int, width: int, memory: str, seed: int) -> None:
+    """z = out + residual in f32, bit for bit; sums of its squares over 32 columns; on every rank, pad rows included."""
+    result = launch(tp, width, memory, seed)
+    for out, residual, z, squares in zip(result.out, result.residual, result.next_z, result.next_squares, strict=True):
+        want = out.float() + residual.float()
+        assert torch.equal(z, want)
+        sums = want.double().square().unflatten(1, (-1, Z_SUM_COLUMNS)).sum(-1)
+        assert float((squares.double() - sums).abs().max()) <= 4 * Z_SUM_COLUMNS * 2.0**-24 * float(sums.max())
 
 
 @stages

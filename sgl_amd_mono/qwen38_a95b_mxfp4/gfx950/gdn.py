@@ -8,20 +8,22 @@ stage              workgroups / waves   waits for                   publishes
 =================  ===================  ==========================  ==================================================
 load_rows          all                  -                           -
 Weights.issue      all                  -                           - (the workgroup's weights, into registers)
-sums_of_squares    all                  -                           -
-load_unit          waves with a unit    -                           - (state, conv windows, constants)
-normalise          all                  one barrier                 residual_out (each column by one workgroup)
+norm_scales        wave t: row t        one barrier                 -
+normalise          all                  -                           residual_out (each column by one workgroup)
 in_proj            all                  one barrier                 PROJ (bf16 pairs), LEFT and BA (f32 K slices)
+  load_unit        waves with a unit    -                           - (state, conv windows, constants)
 start_unit         waves with a unit    "proj": q k v b a           ONRM: sum of squares of 8 outputs
 finish_unit        waves with a unit    "onrm": the head's sums, z  core row, state rows, v conv windows
                                         "window": owners only       q and k conv windows
 =================  ===================  ==========================  ==================================================
 
 A *unit* is (row of the step, value head, 8 value rows of the state); one wave computes one unit alone, so nothing but
-the two mailbox hops lies between the projections and the core. Every workgroup computes the norm of every row itself
-(no hop), and every unit recomputes the q and k convolution of its key head (no hop). q and k conv windows are read by
-all units of a key head and written by one, its *owner* (first value head, first unit), after every one of those units
-has published its ONRM pair, which it can only do once it has used the window.
+the two mailbox hops lies between the projections and the core. The K2 before leaves z = hidden + residual in f32 and
+its sums of squares (`z`, `squares`), so every workgroup norms every row itself at three instructions a column pair, and
+no hop carries the norm; a first layer (and an `own_norm` build) forms z and its squares from hidden (and residual).
+Every unit recomputes the q and k convolution of its key head (no hop). q and k conv windows are read by all units of a
+key head and written by one, its *owner* (first value head, first unit), after every one of those units has published
+its ONRM pair, which it can only do once it has used the window.
 
 in_proj: a workgroup computes `whole_tasks` 16-row groups over all of K, plus one K slice of a left-over group, plus
 (the first `ba_groups * ba_slices` workgroups) one K slice of an in_proj_ba group. Wave w owns columns
@@ -29,12 +31,13 @@ w * hidden/8 .. of every row, in the norm as in the products, so x goes through 
 
 Order of every float32 sum (none depends on the width or on another row):
 
-* norm: a lane's columns in pairs (even and odd columns apart, ascending, fused), even + odd, then lanes at distance
-  1, 2, 4, ... to 128 columns; the hidden/128 partials at distance 1, 2, 4, ...
+* norm, given sums of 32 columns: four adjacent ones as (0 + 1) + (2 + 3), then lanes at distance 1, 2, .. 32. Own sums:
+  a lane's columns in pairs (even and odd columns apart, ascending, fused), even + odd, lanes at distance 1, 2, .. 32,
+  then waves at distance 1, 2, 4
 * in_proj: MFMA steps ascending inside a wave's columns, waves 0..7 in order; slices of LEFT at distance 2, 1, 4 and of
   BA at distance 1, 2, 4, 8 (in slices)
 * conv: four bf16 products left to right; q and k norms, state rows times k and q: a lane's four columns as
-  (0 + 2) + (1 + 3) with fused products, then lanes at distance 1, 2, 4, 8, 16
+  (0 + 2) + (1 + 3) with fused products, then lanes at distance 1, 2, 4, 8, 16 (the norms) and 1, 2, 8, 4, 16 (the rows)
 * gated norm: squares of 8 rows at distance 1, 2, 4, the head's 16 sums at distance 1, 2, 4, 8
 
 A projection's weight may be MXFP4 (`qkvz_format`, `ba_format`): e2m1 with an e8m0 code for 32 columns, in Quark's plain
@@ -47,8 +50,8 @@ Rounded to bf16: residual_out, x, PROJ (after the last sum), b and a, each conv 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_amd_mono.common.build import Abi, BuildKey
@@ -58,7 +61,6 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     MAX_ROWS,
     MFMA_ROWS,
     MX_BLOCK,
-    NORM_COLUMNS,
     Geometry,
 )
 
@@ -69,6 +71,8 @@ OUTPUTS = ("conv_state", "ssm_state", "residual_out", "core", "scratch")  # what
 ABI: Abi = (
     ("hidden", "ptr"),
     ("residual", "ptr"),
+    ("z", "ptr"),
+    ("squares", "ptr"),
     ("norm_w", "ptr"),
     ("w_qkvz", "ptr"),
     ("w_ba", "ptr"),
@@ -116,12 +120,10 @@ CONV_TAPS = 4
 CONV_STATE_TAPS = 3
 L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
-KEEP_Z_ROWS = 4  # up to here a lane keeps z of all rows in registers; above, hidden is parked in LDS
-# Vector registers that loads in flight may take at the start; the rest of 256 is for addresses and sums.
-LOAD_REGISTERS, LOAD_REGISTERS_PARKED = 200, 180
+LOAD_REGISTERS = 200  # vector registers that rows and weights in flight may take; the rest of 256 is for addresses
 STEP_REGISTERS = 4  # vector registers of one weight tile
+X_GROUP = 4  # tiles whose x is read from LDS together, one group ahead of the products
 BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
-UNIT_REGISTERS = 48  # of a unit's state, windows and constants
 SCRATCH_ALIGN = 256
 # Words of a parked result a lane: state (f32 is the wider), windows, o, weight of the gated norm.
 HELD_WORDS = LANE_COLUMNS * LANE_COLUMNS + (LANE_COLUMNS + 1) * CONV_STATE_TAPS + 2
@@ -130,13 +132,18 @@ WAVE_ORDER = tuple(range(8))  # in which the waves' products are added
 
 @dataclass(frozen=True)
 class GdnKey(BuildKey):
-    """Build key of one K1: everything that the emitted code depends on besides the sources."""
+    """Build key of one K1: everything that the emitted code depends on besides the sources.
+
+    own_norm: z and its squares are formed here from hidden and residual; else they are read as the K2 before left them.
+    A model's first layer has no K2 before it and forms them from hidden.
+    """
 
     geometry: Geometry
     width: int
     first_layer: bool = False
     state_dtype: str = "float32"
     round_beta: bool = True
+    own_norm: bool = False
     stop: bool = True
     qkvz_format: str = BF16
     ba_format: str = BF16
@@ -175,6 +182,11 @@ class GdnKey(BuildKey):
     def scratch_regions(self) -> dict[str, tuple[int, int]]:
         """Mailbox regions of the scratch: name -> (byte offset, bytes)."""
         return scratch_regions(self.geometry, self.width)
+
+    @property
+    def given_z(self) -> bool:
+        """Whether z and its sums of squares come from the K2 before."""
+        return not (self.first_layer or self.own_norm)
 
     @property
     def unit_rounds(self) -> int:
@@ -231,7 +243,7 @@ def lds_layout(key: GdnKey) -> dict[str, int]:
     g, s = key.geometry, key.width
     layout = {
         "DEAD": 16,
-        "PART": s * g.norm_partials * F32_BYTES,
+        "NORM": s * F32_BYTES if key.given_z else s * g.waves * F32_BYTES,
         "ACC": in_proj_tasks(g) * g.waves * s * MFMA_ROWS * F32_BYTES,
         "X": s * (g.hidden * BF16_BYTES + X_PAD_BYTES),
     }
@@ -306,6 +318,8 @@ def launch_args(
     *,
     hidden: Tensor,
     residual: Tensor | None,
+    z: Tensor | None,
+    squares: Tensor | None,
     norm_w: Tensor,
     w_qkvz: Tensor,
     w_ba: Tensor,
@@ -333,6 +347,8 @@ def launch_args(
     values: dict[str, Any] = {
         "hidden": hidden,
         "residual": 0 if residual is None else residual,
+        "z": 0 if z is None else z,
+        "squares": 0 if squares is None else squares,
         "norm_w": norm_w,
         "w_qkvz": w_qkvz,
         "w_ba": w_ba,
@@ -375,6 +391,8 @@ def check_args(key: GdnKey, **tensors: Tensor) -> None:
     wanted = {
         "hidden": ((key.width, g.hidden), "bfloat16"),
         "residual": ((key.width, g.hidden), "bfloat16"),
+        "z": ((key.width, g.hidden), "float32"),
+        "squares": ((key.width, g.z_sums), "float32"),
         "norm_w": ((g.hidden,), "bfloat16"),
         **_projection("w_qkvz", g.qkvz_rows, g.hidden, key.qkvz_format),
         **_projection("w_ba", g.ba_rows, g.hidden, key.ba_format),
@@ -447,11 +465,8 @@ class _Front:
             for name in REGIONS
         }
 
-        # norm: columns of a lane, lanes of a partial; wave w owns columns w * wave_columns ..
-        self.lane_columns = g.wave_columns // WAVE
-        self.partial_lanes = NORM_COLUMNS // self.lane_columns
+        self.lane_columns = g.wave_columns // WAVE  # wave w owns columns w * wave_columns .. of every row
         self.x_pitch = g.hidden * BF16_BYTES + X_PAD_BYTES
-        self.keep_z = key.width <= KEEP_Z_ROWS
         self.x_ba_pitch, self.x_ba_area = x_ba_pitch(key), x_ba_area(key)
         self.state_size = F32_BYTES if key.state_dtype == "float32" else BF16_BYTES
         self.held = args["scratch"] + d.I64(held_offset(g, key.width))
@@ -473,7 +488,7 @@ class _Front:
         return [value] if count == 1 else [self.d.vector_element(value, i) for i in range(count)]
 
 
-QUAD_XOR_1 = 0b10_11_00_01  # DPP quad_perm: lane ^ 1
+QUAD_XOR_1, QUAD_XOR_2 = 0b10_11_00_01, 0b01_00_11_10  # DPP quad_perm: lane ^ 1, lane ^ 2
 ROW_ROTATE = 0x120  # DPP row_ror, + n: lane - n inside a row of 16
 
 
@@ -490,12 +505,10 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         rows = load_rows(c)
         weights = Weights(c)
         weights.issue(weights.early)
-        squares = sums_of_squares(c, rows)
-        unit = load_unit(c, find_unit(c, 0))
-        weights.issue(weights.middle)
-        normalise(c, rows, squares, weights)
+        rstd = norm_scales(c, rows)
+        normalise(c, rows, rstd, weights)
         weights.issue(weights.steps)
-        in_proj(c, weights)
+        unit = in_proj(c, weights)
         if key.unit_rounds == 1:
             gdn_unit(c, unit)
         else:
@@ -509,35 +522,39 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
 
 @dataclass
 class Rows:
-    """A lane's columns of every row of the step, as words of two bf16."""
+    """A lane's columns of every row of the step."""
 
-    hidden: list[list[Any]]  # [row][word]
-    residual: list[list[Any]]  # empty on the first layer
-    norm_w: list[Any]
+    z: list[list[Any]]  # [row][pair of columns]: f32 x 2
+    norm_w: list[Any]  # words of two bf16
 
 
 def load_rows(c: _Front) -> Rows:
-    """All waves: hidden, residual and norm weight of the lane's columns; first of all loads, as they are used first."""
-    d = c.d
-    words = c.lane_columns * BF16_BYTES // 4
-    piece = min(words, 4)
-    row_bytes = c.g.hidden * BF16_BYTES
-    offset = c.tid * (c.lane_columns * BF16_BYTES)
+    """All waves: z (or hidden and residual) and the norm weight of the lane's columns; first of all loads, as they are
+    used first. z = f32(hidden) + f32(residual)."""
+    d, g, a = c.d, c.g, c.a
 
-    def columns(buffer: Any, row: int) -> list[Any]:
-        out: list[Any] = []
-        for first in range(0, words, piece):
-            like = d.I32 if piece == 1 else d.vec(d.I32, piece)
-            value = buffer.load(offset + 4 * first, like, scalar=row * row_bytes)
-            out += c.words(value, piece)
+    def columns(name: str, row: int, size: int) -> list[Any]:
+        """The lane's columns as words, `size` bytes a column."""
+        buffer, out = d.Buffer(a[name]), []
+        words = c.lane_columns * size // 4
+        each = min(words, 4)
+        like = d.I32 if each == 1 else d.vec(d.I32, each)
+        for first in range(0, words, each):
+            at = c.tid * (4 * words) + 4 * first
+            out += c.words(buffer.load(at, like, scalar=row * g.hidden * size), each)
         return out
 
-    hidden, residual = d.Buffer(c.a["hidden"]), d.Buffer(c.a["residual"])
-    return Rows(
-        hidden=[columns(hidden, t) for t in range(c.rows)],
-        residual=[] if c.key.first_layer else [columns(residual, t) for t in range(c.rows)],
-        norm_w=columns(d.Buffer(c.a["norm_w"]), 0),
-    )
+    def z(row: int) -> list[Any]:
+        if c.key.given_z:
+            values = [d.bitcast(word, d.F32) for word in columns("z", row, F32_BYTES)]
+            return [d.vector_from(values[i : i + 2]) for i in range(0, len(values), 2)]
+        hidden = [c.pair(word) for word in columns("hidden", row, BF16_BYTES)]
+        if c.key.first_layer:
+            return hidden
+        residual = [c.pair(word) for word in columns("residual", row, BF16_BYTES)]
+        return [h + r for h, r in zip(hidden, residual, strict=True)]
+
+    return Rows([z(t) for t in range(c.rows)], columns("norm_w", 0, BF16_BYTES))
 
 
 @dataclass
@@ -548,17 +565,14 @@ class Unit:
     (half 1) channels 4 * (l % 32) .. ; v, z and output row 4 * half + l % 4.
     """
 
-    some: Any  # wave has a unit (uniform)
-    live: Any  # the row is no pad row (uniform)
+    some: Any  # wave has a unit (uniform), None: every wave has one
+    live: Any  # the row is no pad row (uniform, 0 or 1)
     row: Any
     head: Any
     index: Any  # head * units_per_head + unit of the head
     key_head: Any
-    gnorm_row: Any  # of the lane's row in its head
-    channel: Any  # the lane's first q or k channel
-    v_channel: Any
-    state_buffer: Any
-    conv_buffer: Any
+    state_base: Any  # address of the row's slots
+    conv_base: Any
     state_offset: Any  # bytes of the lane's first row in its slot
     channel_bytes: Any  # bytes of the lane's first q or k channel in its slot
     v_channel_bytes: Any
@@ -613,71 +627,103 @@ def find_unit(c: _Front, unit_round: Any) -> Unit:
     d, g, a = c.d, c.g, c.a
     number = c.block + (c.wave + unit_round * g.waves) * g.blocks
     total = c.rows * g.gdn_units
-    some = d.compare("ult", number, d.I32(total))
-    row, index = d.unsigned_divide(d.select(some, number, d.I32(total - 1)), g.gdn_units)
-    head, unit = d.unsigned_divide(index, g.units_per_head)
+    some = None
+    if total < c.key.unit_rounds * g.blocks * g.waves:
+        some = d.compare("ult", number, d.I32(total))
+        number = d.select(some, number, d.I32(total - 1))
+    row, index = d.unsigned_divide(number, g.gdn_units)
+    head, _ = d.unsigned_divide(index, g.units_per_head)
     key_head, _ = d.unsigned_divide(head, g.heads_per_key)
     slot = d.uniform(d.load_uniform(a["state_index"], row * 4, d.I32))
-    live = some & d.compare("sgt", slot, d.I32(0))
+    live = d.compare("sgt", slot, d.I32(0))
     slot64 = d.zext(slot, d.I64)
 
     half, lane32 = d.shift_right_logical(c.lane, d.I32(5)), c.lane & (HALF - 1)
-    own_row = half * LANE_COLUMNS + (c.lane & (LANE_COLUMNS - 1))  # of the unit's 8, for v, z and outputs
-    value_row = head * g.head_dim + unit * GDN_UNIT_ROWS
-
-    size = c.state_size
+    value_row = index * GDN_UNIT_ROWS
     channel_stride = a["conv_channel_stride"] * BF16_BYTES
-    channel = half * g.k_offset + key_head * g.head_dim + lane32 * LANE_COLUMNS
-    v_channel = value_row + own_row + g.v_offset
     return Unit(
         some=some,
-        live=live,
+        live=_int(d, live if some is None else live & some),
         row=row,
         head=head,
         index=index,
         key_head=key_head,
-        gnorm_row=unit * GDN_UNIT_ROWS + own_row,
-        channel=channel,
-        v_channel=v_channel,
-        state_buffer=d.Buffer(a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(size)),
-        conv_buffer=d.Buffer(a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES)),
-        state_offset=((value_row + half * LANE_COLUMNS) * g.head_dim + lane32 * LANE_COLUMNS) * size,
-        channel_bytes=channel * channel_stride,
-        v_channel_bytes=v_channel * channel_stride,
+        state_base=a["ssm_state"] + slot64 * a["ssm_slot_stride"] * d.I64(c.state_size),
+        conv_base=a["conv_state"] + slot64 * a["conv_slot_stride"] * d.I64(BF16_BYTES),
+        state_offset=((value_row + half * LANE_COLUMNS) * g.head_dim + lane32 * LANE_COLUMNS) * c.state_size,
+        channel_bytes=_channel(c, key_head) * channel_stride,
+        v_channel_bytes=(value_row + _own_row(c) + g.v_offset) * channel_stride,
     )
+
+
+def _channel(c: _Front, key_head: Any) -> Any:
+    """The lane's first q or k channel."""
+    half, lane32 = c.d.shift_right_logical(c.lane, c.d.I32(5)), c.lane & (HALF - 1)
+    return half * c.g.k_offset + key_head * c.g.head_dim + lane32 * LANE_COLUMNS
+
+
+def _is_live(c: _Front, u: Unit) -> Any:
+    return c.d.compare("ne", u.live, c.d.I32(0))
+
+
+def first_unit(c: _Front) -> Unit:
+    """`load_unit` of round 0; waves without a unit do nothing of it."""
+    d, g = c.d, c.g
+    if c.rows * g.gdn_units >= g.blocks * g.waves:
+        return load_unit(c, find_unit(c, 0))
+    some = d.compare("ult", c.block + c.wave * g.blocks, d.I32(c.rows * g.gdn_units))
+    names = [f.name for f in fields(Unit) if f.name not in ("some", "loaded")]
+
+    def find() -> list[Any]:
+        u = load_unit(c, find_unit(c, 0))
+        return [*[getattr(u, name) for name in names], *u.loaded]
+
+    like = [d.I64 if name.endswith("base") else d.I32 for name in names] + _loaded_like(c)
+    values = d.if_else(some, find, lambda: [d.fly.poison(kind) for kind in like], like)
+    u = Unit(some, *values[: len(names)], loaded=values[len(names) :])
+    u.live = d.select(some, u.live, d.I32(0))
+    return u
+
+
+def _loaded_like(c: _Front) -> list[Any]:
+    """Types of a unit's loads, in their order."""
+    d = c.d
+    state = d.vec(d.I32, LANE_COLUMNS * c.state_size // 4)
+    taps = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
+    return [*[state] * LANE_COLUMNS, *[d.I32] * taps, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
 
 
 def load_unit(c: _Front, u: Unit) -> Unit:
     """Waves with a unit of a live row: issue the loads of its state, conv windows and constants."""
     d, g, a = c.d, c.g, c.a
     row_bytes = g.head_dim * c.state_size
-    state_like = d.vec(d.I32, LANE_COLUMNS * c.state_size // 4)
+    like = _loaded_like(c)
     channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
     tap_bytes = CONV_TAPS * BF16_BYTES
 
     def loads() -> list[Any]:
-        state = [u.state_buffer.load(u.state_offset + i * row_bytes, state_like) for i in range(LANE_COLUMNS)]
+        state_buffer, conv_buffer, conv_w = d.Buffer(u.state_base), d.Buffer(u.conv_base), d.Buffer(a["conv_w"])
+        state = [state_buffer.load(u.state_offset + i * row_bytes, like[0]) for i in range(LANE_COLUMNS)]
         first = [u.channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
         taps = [
-            d.zext(u.conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
+            d.zext(conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
             for start in [*first, u.v_channel_bytes]
             for j in range(CONV_STATE_TAPS)
         ]
-        conv_w = d.Buffer(a["conv_w"])
+        channel = _channel(c, u.key_head)
+        own_row = u.index * GDN_UNIT_ROWS + _own_row(c)
         return [
             *state,
             *taps,
-            conv_w.load(u.channel * tap_bytes, d.vec(d.I32, 4)),
-            conv_w.load((u.channel + 2) * tap_bytes, d.vec(d.I32, 4)),
-            conv_w.load(u.v_channel * tap_bytes, d.vec(d.I32, 2)),
+            conv_w.load(channel * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load((channel + 2) * tap_bytes, d.vec(d.I32, 4)),
+            conv_w.load((own_row + g.v_offset) * tap_bytes, d.vec(d.I32, 2)),
             d.load(a["a_log"], u.head * F32_BYTES, d.I32),
             d.zext(d.load(a["dt_bias"], u.head * BF16_BYTES, d.I16), d.I32),
-            d.zext(d.load(a["gnorm_w"], u.gnorm_row * BF16_BYTES, d.I16), d.I32),
+            d.zext(d.load(a["gnorm_w"], (own_row & (g.head_dim - 1)) * BF16_BYTES, d.I16), d.I32),
         ]
 
-    scalars = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
-    like = [*[state_like] * LANE_COLUMNS, *[d.I32] * scalars, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
-    u.loaded = d.if_else(u.live, loads, lambda: [d.fly.poison(kind) for kind in like], like)
+    u.loaded = d.if_else(_is_live(c, u), loads, lambda: [d.fly.poison(kind) for kind in like], like)
     return u
 
 
@@ -688,6 +734,7 @@ class Load:
     registers: int
     issue: Callable[[], Any]
     task: int = -1  # accumulator of the product
+    x: Callable[[], Sequence[Any]] | None = None  # loads x of the product from LDS, once; its words
     multiply: Callable[[Any, Any], Any] | None = None  # (loaded, accumulator) -> accumulator; None: scale codes
 
 
@@ -745,6 +792,7 @@ class Bf16Rows16(Rows16):
             STEP_REGISTERS,
             lambda: gemv.load_bf16_tile(self.buffer, self.lane_bytes, number, scalar=start),
             task,
+            lambda: [self.operand(place, x)],
             lambda tile, acc: d.mfma_bf16(tile, self.operand(place, x), acc),
         )
 
@@ -822,8 +870,10 @@ class Mxfp4Rows16(Rows16):
             words, code, byte = self.operand(place, x)
             return d.mfma_mxfp4(tile, words, acc, gemv.plain_mxfp4_code(codes[number]), 0, code, byte)
 
-        load = gemv.load_plain_mxfp4_tile
-        return Load(STEP_REGISTERS, lambda: load(self.buffer, lane_bytes, number, scalar=start), task, multiply)
+        load, operand = gemv.load_plain_mxfp4_tile, lambda: self.operand(place, x)[:2]
+        return Load(
+            STEP_REGISTERS, lambda: load(self.buffer, lane_bytes, number, scalar=start), task, operand, multiply
+        )
 
 
 class Weights:
@@ -831,8 +881,7 @@ class Weights:
     order of their use.
 
     Order: the ba slice, the whole tasks (step by step, so that a step's x serves all of them), the left-over slice.
-    All are in flight at the start as far as the registers last (`early`), some more once hidden is parked (`middle`),
-    the rest after the norm.
+    All are in flight at the start as far as the registers last, more as each normed row leaves its registers.
     """
 
     def __init__(self, c: _Front) -> None:
@@ -855,14 +904,6 @@ class Weights:
 
         self.loaded: list[Any] = []
         self.steps = len(self.loads)
-        # Registers of the rows: as loaded (two bf16 a word), then z in f32, or the residual alone (hidden is parked),
-        # beside the unit's inputs.
-        words = c.lane_columns * BF16_BYTES // 4 * c.rows
-        loaded = words * (1 if c.key.first_layer else 2)
-        left = c.lane_columns * c.rows if c.keep_z else loaded - words
-        free = LOAD_REGISTERS if c.keep_z else LOAD_REGISTERS_PARKED
-        self.middle = self._fitting(free - UNIT_REGISTERS - left)
-        self.early = min(self.middle, self._fitting(free - loaded))
 
     @staticmethod
     def _rows(c: _Front, weight: str, rows: int, present: Any = None) -> Rows16:
@@ -877,9 +918,9 @@ class Weights:
             return Mxfp4Rows16(c, weight, weight + "_scale", rows, present, **where)
         return Bf16Rows16(c, weight, rows, present, **where)
 
-    def _fitting(self, registers: int) -> int:
-        """How many of the first loads fit into so many registers."""
-        total = 0
+    def beside(self, rows: int) -> int:
+        """How many of the first loads fit into the registers beside so many rows of the step."""
+        registers, total = LOAD_REGISTERS - self.c.lane_columns * rows, 0
         for n, load in enumerate(self.loads):
             total += load.registers
             if total > registers:
@@ -892,32 +933,70 @@ class Weights:
         self.c.d.compiler_fence()  # or the compiler sinks them to their use, and a trip to memory is exposed
 
 
-# ---- residual add and norm ---------------------------------------------------------------------------------------
+# ---- norm ---------------------------------------------------------------------------------------------------------
 
 
-def sums_of_squares(c: _Front, rows: Rows) -> list[list[Any]]:
-    """All waves: z of the lane's columns and PART[row][partial], the sum of z^2 over 128 columns.
+def norm_scales(c: _Front, rows: Rows) -> list[Any]:
+    """rstd of every row, f32, behind one barrier: z's squares are summed by wave t for row t from the K2 before's sums,
+    or by all waves from z. The launch's look at the error word of earlier launches is in the barrier."""
+    return _given_scales(c) if c.key.given_z else _own_scales(c, rows)
 
-    Returns z where the lane keeps it (up to KEEP_Z_ROWS rows); above, hidden is parked in the place of x in LDS.
-    """
-    d = c.d
-    kept: list[list[Any]] = []
-    partial, rest = d.unsigned_divide(c.tid, c.partial_lanes)
-    for t in range(c.rows):
-        z = [c.pair(word) for word in rows.hidden[t]]
-        if not c.key.first_layer:
-            z = [a + c.pair(word) for a, word in zip(z, rows.residual[t], strict=True)]
+
+def _rstd(c: _Front, total: Any) -> Any:
+    d, g = c.d, c.g
+    return d.rsq(d.fma(total, d.F32(1.0 / g.hidden), d.F32(g.eps)))
+
+
+def _given_scales(c: _Front) -> list[Any]:
+    d, g = c.d, c.g
+    lanes = min(WAVE, g.z_sums)
+    each = g.z_sums // lanes
+    with d.if_(d.compare("ult", c.wave, d.I32(c.rows))):
+        at = c.wave * (g.z_sums * F32_BYTES) + (c.lane & (lanes - 1)) * (each * F32_BYTES)
+        words = c.words(d.load(c.a["squares"], at, d.I32 if each == 1 else d.vec(d.I32, each)), each)
+        sums = [d.bitcast(word, d.F32) for word in words]
+        while len(sums) > 1:
+            sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
+        rstd = _rstd(c, d.wave_sum(sums[0], lanes))
+        with d.if_(d.compare("eq", c.lane, d.I32(0))):
+            c.lds["NORM"].store(rstd, c.wave * F32_BYTES)
+    c.sync.leave_if_failed()
+    return [c.lds["NORM"].load(t * F32_BYTES, d.F32) for t in range(c.rows)]
+
+
+def _own_scales(c: _Front, rows: Rows) -> list[Any]:
+    d, g = c.d, c.g
+    for t, z in enumerate(rows.z):
         total = z[0] * z[0]
         for value in z[1:]:
             total = c.fma2(value, value, total)
-        total = d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1), c.partial_lanes)
-        with d.if_(d.compare("eq", rest, d.I32(0))):
-            c.lds["PART"].store(total, partial * F32_BYTES + t * c.g.norm_partials * F32_BYTES)
-        if c.keep_z:
-            kept.append(z)
-        else:
-            _store_words(c, t, rows.hidden[t])
-    return kept
+        total = d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1))
+        with d.if_(d.compare("eq", c.lane, d.I32(0))):
+            c.lds["NORM"].store(total, (c.wave + t * g.waves) * F32_BYTES)
+    c.sync.leave_if_failed()
+    part = d.select(d.compare("ult", c.lane, d.I32(c.rows * g.waves)), c.lane, d.I32(0))
+    rstd = _rstd(c, d.wave_sum(c.lds["NORM"].load(part * F32_BYTES, d.F32), g.waves))
+    return [d.bitcast(d.read_lane(d.bitcast(rstd, d.I32), t * g.waves), d.F32) for t in range(c.rows)]
+
+
+def normalise(c: _Front, rows: Rows, rstd: list[Any], weights: Weights) -> None:
+    """All waves: residual_out = bf16(z), each column by one workgroup; x = bf16((z * rstd) * (1 + w)) of the wave's own
+    columns into LDS."""
+    d, g = c.d, c.g
+    share = -(-g.threads // g.blocks)  # threads whose columns one workgroup writes
+    with d.if_(d.compare("eq", d.unsigned_divide(c.tid, share)[0], c.block)):
+        out = d.Buffer(c.a["residual_out"])
+        for t, z in enumerate(rows.z):
+            words = [_pack(c, value) for value in z]
+            each = min(len(words), 4)
+            for first in range(0, len(words), each):
+                value = words[first] if each == 1 else d.vector_from(words[first : first + each])
+                out.store(value, c.tid * (4 * len(words)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
+    weight = [c.pair(word) + c.splat(d.F32(1.0)) for word in rows.norm_w]
+    for t, z in enumerate(rows.z):
+        x = [(value * c.splat(rstd[t])) * w for value, w in zip(z, weight, strict=True)]
+        store_x(c, t, [_pack(c, value) for value in x], weights)
+        weights.issue(weights.beside(c.rows - 1 - t))  # the row leaves its registers to more weights
 
 
 def _store_words(c: _Front, row: int, words: list[Any]) -> None:
@@ -937,7 +1016,7 @@ def _put(region: Any, words: list[Any], place: Any) -> None:
 
 def store_x(c: _Front, row: int, words: list[Any], weights: Weights) -> None:
     """The lane's columns of `row` of x to LDS as in_proj reads them: X in in_proj_qkvz's format, and the columns of the
-    workgroup's ba slice in X_BA where in_proj_ba has another. Hidden of the row, parked in X, has been read."""
+    workgroup's ba slice in X_BA where in_proj_ba has another."""
     d, g, key = c.d, c.g, c.key
     if key.qkvz_format == BF16:
         _store_words(c, row, words)
@@ -974,53 +1053,6 @@ def store_mxfp4(
         region.store(d.trunc(code, d.I8), place + code_place(block))
 
 
-def _load_words(c: _Front, row: int) -> list[Any]:
-    words = c.lane_columns * BF16_BYTES // 4
-    piece = min(words, 4)
-    like = c.d.I32 if piece == 1 else c.d.vec(c.d.I32, piece)
-    out: list[Any] = []
-    for first in range(0, words, piece):
-        out += c.words(c.lds["X"].load(c.tid * (4 * words) + row * c.x_pitch + 4 * first, like), piece)
-    return out
-
-
-def normalise(c: _Front, rows: Rows, kept: list[list[Any]], weights: Weights) -> None:
-    """All waves, behind one barrier: x = bf16((z * rstd) * (1 + w)) of the wave's own columns into LDS; residual_out =
-    bf16(z), each column by one workgroup. The launch's look at the error word of earlier launches is in the barrier."""
-    d, g = c.d, c.g
-    c.sync.leave_if_failed()
-    weight = [c.pair(word) + c.splat(d.F32(1.0)) for word in rows.norm_w]
-    lane_partial = (c.lane & (g.norm_partials - 1)) * F32_BYTES
-    pieces = -(-g.threads // g.blocks)  # a thread's columns are one piece; workgroup n writes the n-th `pieces` of them
-    owner = d.compare("eq", d.unsigned_divide(c.tid, pieces)[0], c.block)
-    out = d.Buffer(c.a["residual_out"])
-    for t in range(c.rows):
-        partial = c.lds["PART"].load(lane_partial + t * g.norm_partials * F32_BYTES, d.F32)
-        total = d.wave_sum(partial, g.norm_partials)
-        rstd = c.splat(d.rsq(d.fma(total, d.F32(1.0 / g.hidden), d.F32(g.eps))))
-        z = kept[t] if c.keep_z else _parked_z(c, rows, t)
-        x = [_pack(c, (value * rstd) * w) for value, w in zip(z, weight, strict=True)]
-        with d.if_(owner):
-            plain = [_pack(c, value) for value in z]
-            piece = min(len(plain), 4)
-            for first in range(0, len(plain), piece):
-                value = plain[first] if piece == 1 else d.vector_from(plain[first : first + piece])
-                out.store(value, c.tid * (4 * len(plain)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
-        store_x(c, t, x, weights)
-        if rows.residual and not c.keep_z:  # the row's residual leaves its registers to more weights
-            weights.issue(weights.middle + (t + 1) * len(x) // STEP_REGISTERS)
-
-
-def _parked_z(c: _Front, rows: Rows, row: int) -> list[Any]:
-    """z of a row whose hidden is parked in LDS. The residual's origin is hidden, or the compiler would keep it unpacked
-    (twice the registers) from the first time z was formed."""
-    hidden = [c.pair(word) for word in _load_words(c, row)]
-    if c.key.first_layer:
-        return hidden
-    residual = [c.pair(c.d.opaque(word)) for word in rows.residual[row]]
-    return [a + b for a, b in zip(hidden, residual, strict=True)]
-
-
 def _pack(c: _Front, value: Any) -> Any:
     return c.d.pack_bf16(c.d.vector_element(value, 0), c.d.vector_element(value, 1))
 
@@ -1028,15 +1060,30 @@ def _pack(c: _Front, value: Any) -> Any:
 # ---- in_proj -----------------------------------------------------------------------------------------------------
 
 
-def in_proj(c: _Front, weights: Weights) -> None:
+def in_proj(c: _Front, weights: Weights) -> Unit:
     """All waves: 16-row products over the wave's columns (MFMA 16x16x32 in bf16, scaled 16x16x128 in MXFP4: weight rows
     x rows of the step), then, behind one barrier, the sum over the 8 waves in order, and the results as mailbox pairs.
+
+    x is read from LDS in groups, one group ahead of the products. Half-way, where weights have left their registers,
+    the inputs of the wave's unit are requested; returns it.
     """
     d, gemv, g, w = c.d, c.gemv, c.g, weights
+    products = [(load, value) for load, value in zip(w.loads, w.loaded, strict=True) if load.multiply is not None]
+    groups = [products[i : i + X_GROUP] for i in range(0, len(products), X_GROUP)]
+
+    def read(group: list[tuple[Load, Any]]) -> list[Any]:
+        return [word for load, _ in group for word in load.x()]
+
     acc = [d.zero_acc() for _ in range(in_proj_tasks(g))]
-    for load, value in zip(w.loads, w.loaded, strict=True):
-        if load.multiply is not None:
+    unit = None
+    following = read(groups[0])
+    for n, group in enumerate(groups):
+        d.need(*following, *[value for _, value in group])
+        following = read(groups[n + 1]) if n + 1 < len(groups) else []
+        for load, value in group:
             acc[load.task] = load.multiply(value, acc[load.task])
+        if n == len(groups) // 2:
+            unit = first_unit(c)
 
     # ACC[task][wave][row of the step][weight row]
     wave_bytes = c.rows * gemv.COLUMN_BYTES
@@ -1044,58 +1091,44 @@ def in_proj(c: _Front, weights: Weights) -> None:
     gemv.store_partials(c.lds["ACC"], acc, c.rows, c.wave * wave_bytes, task_bytes)
     c.sync.barrier()
     publish_products(c, w, wave_bytes, task_bytes)
+    return unit
 
 
 def publish_products(c: _Front, w: Weights, wave_bytes: int, task_bytes: int) -> None:
-    """Chunks of 64 (task, row of the step, weight row) sums, dealt to the waves: ba first, then the whole tasks, then
-    the left-over slice. Whole tasks: bf16 pairs of adjacent channels in PROJ; slices: f32 in BA and LEFT."""
+    """Chunks of 64 (row of the step, weight row) sums of one task, dealt to the waves: ba, the whole tasks, then the
+    left-over slice. Whole tasks: bf16 pairs of adjacent channels in PROJ; slices: f32 in BA and LEFT."""
     d, g = c.d, c.g
     items = c.rows * MFMA_ROWS  # of one task
     chunks = -(-items // WAVE)
-    whole_chunks = -(-items * g.whole_tasks // WAVE)
-    left_chunks = chunks if w.left is not None else 0
+    total = chunks * in_proj_tasks(g)
 
-    def total(task: Any, rest: Any) -> Any:
-        place = task * task_bytes + rest * F32_BYTES
-        return c.gemv.sum_in_order(c.lds["ACC"], place, wave_bytes, WAVE_ORDER)
+    def publish(chunk: Any) -> None:
+        order, part = d.unsigned_divide(chunk, chunks)
+        task = d.select(d.compare("eq", order, d.I32(0)), d.I32(w.ba), order - 1)
+        item = part * WAVE + c.lane
+        with d.if_(d.compare("ult", item, d.I32(items))):
+            value = c.gemv.sum_in_order(c.lds["ACC"], task * task_bytes + item * F32_BYTES, wave_bytes, WAVE_ORDER)
+            row, weight_row = d.unsigned_divide(item, MFMA_ROWS)
+            with d.if_(d.compare("eq", task, d.I32(w.ba)) & w.has_ba):
+                channel = w.ba_group * MFMA_ROWS + weight_row
+                c.sync.put(c.region["BA"], (row * g.ba_rows + channel) * g.ba_slices + w.ba_slice, value)
+            with d.if_(d.compare("ult", task, d.I32(g.whole_tasks))):
+                word = d.pack_bf16(value, d.dpp(value, QUAD_XOR_1))
+                group = c.block + task * g.blocks
+                place = row * (g.whole_tasks * g.blocks * MFMA_ROWS // 2) + group * (MFMA_ROWS // 2)
+                with d.if_(d.compare("eq", weight_row & 1, d.I32(0))):
+                    c.sync.put(c.region["PROJ"], place + d.shift_right_logical(weight_row, d.I32(1)), word)
+            if w.left is not None:
+                with d.if_(d.compare("eq", task, d.I32(w.left))):
+                    place = (row * g.leftover_groups + w.left_group) * MFMA_ROWS + weight_row
+                    c.sync.put(c.region["LEFT"], place * g.leftover_slices + w.left_slice, value)
 
-    def ba(chunk: Any) -> None:
-        rest = chunk * WAVE + c.lane
-        with d.if_(w.has_ba & d.compare("ult", rest, d.I32(items))):
-            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
-            channel = w.ba_group * MFMA_ROWS + weight_row
-            place = (row * g.ba_rows + channel) * g.ba_slices + w.ba_slice
-            c.sync.put(c.region["BA"], place, total(d.I32(w.ba), rest))
-
-    def whole(chunk: Any) -> None:
-        item = chunk * WAVE + c.lane
-        with d.if_(d.compare("ult", item, d.I32(items * g.whole_tasks))):
-            task, rest = d.unsigned_divide(item, items)
-            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
-            value = total(task, rest)
-            word = d.pack_bf16(value, d.dpp(value, QUAD_XOR_1))
-            place = row * (g.whole_tasks * g.blocks * MFMA_ROWS // 2)
-            place = place + (c.block + task * g.blocks) * (MFMA_ROWS // 2) + d.shift_right_logical(weight_row, d.I32(1))
-            with d.if_(d.compare("eq", weight_row & 1, d.I32(0))):
-                c.sync.put(c.region["PROJ"], place, word)
-
-    def left(chunk: Any) -> None:
-        rest = chunk * WAVE + c.lane
-        with d.if_(d.compare("ult", rest, d.I32(items))):
-            row, weight_row = d.unsigned_divide(rest, MFMA_ROWS)
-            place = (row * g.leftover_groups + w.left_group) * MFMA_ROWS + weight_row
-            c.sync.put(c.region["LEFT"], place * g.leftover_slices + w.left_slice, total(d.I32(w.left), rest))
-
-    kinds = [(ba, 0, chunks), (whole, chunks, chunks + whole_chunks)]
-    if left_chunks:
-        kinds.append((left, chunks + whole_chunks, chunks + whole_chunks + left_chunks))
-    for first in range(0, kinds[-1][2], g.waves):
-        chunk = c.wave + first
-        for publish, begin, end in kinds:
-            if begin < first + g.waves and end > first:
-                inside = d.compare("uge", chunk, d.I32(begin)) & d.compare("ult", chunk, d.I32(end))
-                with d.if_(inside):
-                    publish(chunk - begin)
+    for first in range(0, total, g.waves):
+        if total - first >= g.waves:
+            publish(c.wave + first)
+        else:
+            with d.if_(d.compare("ult", c.wave, d.I32(total - first))):
+                publish(c.wave + first)
 
 
 # ---- gated delta net ---------------------------------------------------------------------------------------------
@@ -1114,9 +1147,25 @@ class Result:
 
 def gdn_unit(c: _Front, u: Unit) -> None:
     """Waves with a unit (see Unit): conv, gates, delta rule, gated norm, state. A pad row gets a zero core row only."""
-    store_pad_row(c, u)
-    with c.d.if_(u.live):
-        finish_unit(c, u, start_unit(c, u))
+    _if_unit(c, u, lambda: finish_unit(c, u, start_unit(c, u)))
+
+
+def _if_unit(c: _Front, u: Unit, live: Callable[[], None]) -> None:
+    """`live()` in waves with a unit of a live row. A pad row's 8 core values are zeros; nothing else is written."""
+    d = c.d
+
+    def both() -> list[Any]:
+        with d.if_(_is_live(c, u)):
+            live()
+        with d.if_(d.compare("eq", u.live, d.I32(0))):
+            _store_core(c, u, d.I16(0))
+        return []
+
+    if u.some is None:
+        both()
+    else:
+        with d.if_(u.some):
+            both()
 
 
 def gdn_rounds(c: _Front, first: Unit) -> None:
@@ -1126,25 +1175,16 @@ def gdn_rounds(c: _Front, first: Unit) -> None:
     d = c.d
 
     def start(u: Unit) -> None:
-        store_pad_row(c, u)
-        with d.if_(u.live):
-            hold(c, u, start_unit(c, u))
+        _if_unit(c, u, lambda: hold(c, u, start_unit(c, u)))
 
     def finish(u: Unit) -> None:
-        with d.if_(u.live):
+        with d.if_(_is_live(c, u)):
             finish_unit(c, u, held(c, u))
 
     start(first)
     d.for_range(1, c.key.unit_rounds, 1, [], lambda i: start(load_unit(c, find_unit(c, i))))
     d.wait_stores()
     d.for_range(0, c.key.unit_rounds, 1, [], lambda i: finish(find_unit(c, i)))
-
-
-def store_pad_row(c: _Front, u: Unit) -> None:
-    """A pad row's 8 core values are zero; nothing else of it is written, read or awaited."""
-    d = c.d
-    with d.if_(u.some), d.if_(d.compare("eq", _int(d, u.live), d.I32(0))):
-        _store_core(c, u, d.I16(0))
 
 
 def start_unit(c: _Front, u: Unit) -> Result:
@@ -1242,8 +1282,7 @@ def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any]:
     """Wait "proj": the lane's four q or k channels (two words of bf16 pairs), its v channel (bits), its slice of b
     (lanes 0..15 of each half) or a (lanes 16..31), f32."""
     d, g = c.d, c.g
-    half, lane32 = d.shift_right_logical(c.lane, d.I32(5)), c.lane & (HALF - 1)
-    channel = half * g.k_offset + u.key_head * g.head_dim + lane32 * LANE_COLUMNS
+    channel = _channel(c, u.key_head)
     v_channel = _value_row(c, u) + (_own_row(c) & ~1) + g.v_offset
     is_a = d.shift_right_logical(c.lane, d.I32(4)) & 1
     ba_row = u.row * g.ba_rows + is_a * g.value_heads + u.head
@@ -1332,11 +1371,27 @@ def gates(c: _Front, given: Inputs, ba: Any) -> tuple[Any, Any]:
     return d.bitcast(read[0], d.F32), d.bitcast(read[1], d.F32)
 
 
-def _dot(c: _Front, row: list[Any], other: list[Any]) -> Any:
-    """Sum over the 128 columns of a state row (32 lanes x 4), in every lane of the half."""
+def _dot_rows(c: _Front, rows: list[list[Any]], other: list[Any]) -> Any:
+    """Sums over the 128 columns of the half's four state rows times `other` (32 lanes x 4): lane l gets row l % 4's.
+
+    Two exchanges at distance 1 and 2 leave each lane one row, so that the rest is one chain for all four.
+    """
     d = c.d
-    total = c.fma2(row[1], other[1], row[0] * other[0])
-    return d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1), HALF)
+    parts = []
+    for row in rows:
+        total = c.fma2(row[1], other[1], row[0] * other[0])
+        parts.append(d.vector_element(total, 0) + d.vector_element(total, 1))
+    for distance, control in ((1, QUAD_XOR_1), (2, QUAD_XOR_2)):
+        odd = d.compare("ne", c.lane & distance, d.I32(0))
+        parts = [
+            d.select(odd, b, a) + d.dpp(d.select(odd, a, b), control)
+            for a, b in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    (total,) = parts
+    total = total + d.dpp(total, ROW_ROTATE + 8)
+    total = total + d.dpp(total, ROW_ROTATE + 4)
+    lower, upper = d.row_pairs(total)
+    return lower + upper
 
 
 def delta_rule(
@@ -1344,23 +1399,19 @@ def delta_rule(
 ) -> tuple[Any, list[list[Any]]]:
     """S *= decay; S += beta * (v - S k) k^T; o = bf16(S q). Returns o of the lane's own row, and the state rows."""
     d = c.d
-    rows, outputs = [], []
-    for i, words in enumerate(given.state):
+    rows = []
+    for words in given.state:
         if c.key.state_dtype == "float32":
             floats = [d.bitcast(word, d.F32) for word in words]
             state = [d.vector_from(floats[:2]), d.vector_from(floats[2:])]
         else:
             state = [c.pair(word) for word in words]
-        state = [value * c.splat(decay) for value in state]
-        new = c.splat((d.dpp(v, _quad_broadcast(i)) - _dot(c, state, k)) * beta)
-        state = [c.fma2(new, key, value) for key, value in zip(k, state, strict=True)]
-        rows.append(state)
-        outputs.append(d.bf16_round(_dot(c, state, q)))
-    place = c.lane & (LANE_COLUMNS - 1)
-    own = outputs[0]
-    for i in range(1, LANE_COLUMNS):
-        own = d.select(d.compare("eq", place, d.I32(i)), outputs[i], own)
-    return own, rows
+        rows.append([value * c.splat(decay) for value in state])
+    new = (v - _dot_rows(c, rows, k)) * beta
+    for i, row in enumerate(rows):
+        own = c.splat(d.dpp(new, _quad_broadcast(i)))
+        rows[i] = [c.fma2(own, key, value) for key, value in zip(k, row, strict=True)]
+    return d.bf16_round(_dot_rows(c, rows, q)), rows
 
 
 def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
@@ -1417,16 +1468,18 @@ def _store_core(c: _Front, u: Unit, bits: Any) -> None:
 def store_state(c: _Front, u: Unit, rows: list[list[Any]], v_window: list[Any]) -> None:
     """State rows in place (rounded to nearest even where the pool is bf16) and the unit's v conv windows."""
     d, g = c.d, c.g
+    state_buffer = d.Buffer(u.state_base)
     for i, words in enumerate(rows):
-        u.state_buffer.store(d.vector_from(words), u.state_offset + i * (g.head_dim * c.state_size))
+        state_buffer.store(d.vector_from(words), u.state_offset + i * (g.head_dim * c.state_size))
     with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
         _store_taps(c, u, u.v_channel_bytes, v_window)
 
 
 def _store_taps(c: _Front, u: Unit, first: Any, taps: list[Any]) -> None:
     stride = c.a["conv_tap_stride"] * BF16_BYTES
+    conv_buffer = c.d.Buffer(u.conv_base)
     for j, bits in enumerate(taps):
-        u.conv_buffer.store(c.d.trunc(bits, c.d.I16), first + stride * j)
+        conv_buffer.store(c.d.trunc(bits, c.d.I16), first + stride * j)
 
 
 def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:

@@ -37,13 +37,23 @@ from typing import Any, ClassVar
 from sgl_amd_mono.common.build import Abi, BuildKey
 from sgl_amd_mono.common.geometry import divide, require
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, PAIR_BYTES
-from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS, MFMA_K, MFMA_ROWS, MX_BLOCK, NORM_COLUMNS, Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
+    MAX_ROWS,
+    MFMA_K,
+    MFMA_ROWS,
+    MX_BLOCK,
+    NORM_COLUMNS,
+    Z_SUM_COLUMNS,
+    Geometry,
+)
 
 ABI: Abi = (
     ("core", "ptr"),  # bf16 [S, core]
     ("residual", "ptr"),  # bf16 [S, H]
     ("out", "ptr"),  # bf16 [S, H], written
     ("residual_out", "ptr"),  # bf16 [S, H], written
+    ("next_z", "ptr"),  # f32 [S, H], written: out + residual_out, what the next layer's norm starts from
+    ("next_squares", "ptr"),  # f32 [S, H/32], written: sums of its squares over 32 columns
     ("w_o", "ptr"),  # bf16 [H, core]
     ("norm_w", "ptr"),  # bf16 [H], applied as 1 + w
     ("w_router", "ptr"),  # bf16 [E, H]; a rank reads its E/tp rows
@@ -65,6 +75,8 @@ ABI: Abi = (
     ("last", "i32"),  # 1 in a step's last launch: the ranks exchange their failed bits
 )
 
+OUTPUTS = ("out", "residual_out", "next_z", "next_squares", "scratch")  # what the kernel writes
+
 # Regions as fault records number them.
 AR, MSQ, RLOG, SHARED, GATE, INTER, FINAL, MARKS = range(8)
 REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS")
@@ -76,7 +88,7 @@ SLOT_BASE = 128  # tag slot of layer 0
 WAVES = 8
 LANES = 64
 THREADS = WAVES * LANES
-WORKGROUP_COLUMNS = 32  # hidden columns of one workgroup: two MFMA tiles, one MX block
+WORKGROUP_COLUMNS = Z_SUM_COLUMNS  # hidden columns of one workgroup: two MFMA tiles, one MX block
 TILES = WORKGROUP_COLUMNS // MFMA_ROWS  # tiles of a workgroup's hidden columns
 UNIT_COLUMNS = 8 * LANES  # columns of a row that one wave holds as 8 a lane
 MX_STEP = 128  # columns of one scaled MFMA
@@ -326,9 +338,7 @@ class LayerKey(BuildKey):
     abi: ClassVar[Abi] = ABI
     slot_base: ClassVar[int] = SLOT_BASE
     region_names: ClassVar[tuple[str, ...]] = REGION_NAMES
-    readonly: ClassVar[frozenset[str]] = frozenset(
-        name for name, kind in ABI if kind == "ptr" and name not in ("out", "residual_out", "scratch")
-    )
+    readonly: ClassVar[frozenset[str]] = frozenset(name for name, kind in ABI if kind == "ptr" and name not in OUTPUTS)
 
     def __post_init__(self) -> None:
         Plan(self.geometry, self.width)
@@ -609,7 +619,7 @@ def norm(k: _Launch) -> None:
         reduced = d.f32_from_bf16_pair(d.pack_bf16(*k.sum_ranks(words)))
         z = [a + b for a, b in zip(reduced, d.f32_from_bf16_pair(residual), strict=True)]
         rounded = d.select(live, d.pack_bf16(*z), d.I32(0))
-        d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2)
+        d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2, d.AGENT)  # the final sum reads it back
         total = d.wave_sum(z[0] * z[0] + z[1] * z[1])
         exponent = _z_exponent(k, total)
         word = d.pack_f16(*(d.ldexp(v, exponent) for v in z))
@@ -1329,13 +1339,25 @@ def publish_output(k: _Launch) -> None:
 
 
 def final_sum(k: _Launch) -> None:
-    """Thread (row, column pair) of the workgroup's 32 columns waits for FINAL; f32 sum in rank order, bf16 to out."""
+    """Thread (row, column pair) of the workgroup's 32 columns waits for FINAL; f32 sum in rank order, bf16 to out.
+
+    Leaves z = out + residual_out (f32) and the 32 columns' sum of its squares (a pair's even + odd, then pairs at
+    distance 1, 2, 4, 8) to the next launch, whose norm starts from them. The residual was stored before MSQ, which this
+    workgroup has awaited.
+    """
     d, g, s = k.d, k.g, k.s
     pairs = WORKGROUP_COLUMNS // 2
     with k.at(k.below(k.thread, pairs * s)):
         pair, t = k.thread & (pairs - 1), k.thread >> (pairs.bit_length() - 1)
         index = k.block * pairs + pair
+        at = (t * g.hidden) * 2 + index * 4
+        residual = d.load(k.a["residual_out"], at, d.I32, d.AGENT)
         words = k.sync.poll([(k.final, (r * MAX_ROWS + t) * (g.hidden // 2) + index) for r in range(g.tp)])
         live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
         total = d.select(live, d.pack_bf16(*k.sum_ranks(words)), d.I32(0))
-        d.store(total, k.a["out"], (t * g.hidden) * 2 + index * 4)
+        d.store(total, k.a["out"], at)
+        low, high = (a + b for a, b in zip(d.f32_from_bf16_pair(total), d.f32_from_bf16_pair(residual), strict=True))
+        d.store(d.vector_from([low, high]), k.a["next_z"], at * 2)
+        squares = d.wave_sum(d.fma(high, high, low * low), pairs)
+        with k.at(k.equal(pair, 0)):
+            d.store(squares, k.a["next_squares"], (t * g.z_sums + k.block) * 4)
