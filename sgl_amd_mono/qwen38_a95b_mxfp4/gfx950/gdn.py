@@ -504,7 +504,7 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         c = _Front(key, args)
         rows = load_rows(c)
         weights = Weights(c)
-        weights.issue(weights.early)
+        weights.issue(weights.beside(c.rows))
         rstd = norm_scales(c, rows)
         normalise(c, rows, rstd, weights)
         weights.issue(weights.steps)
