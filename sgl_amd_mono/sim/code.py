@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import weakref
+from pathlib import Path
 
 import numpy as np
 
 from . import library
 from .asm import Instruction, KernelArg, KernelText, parse_text
 from .decode import Decoded, Decoder
+from .disassembler import assembly_text
 from .errors import SimError
 
 # gfx950: unified registers of one SIMD lane, allocation granule, wave slots, SIMDs a CU, LDS of a CU in bytes.
@@ -25,7 +28,7 @@ LANES = 64
 
 
 class CodeObject:
-    """One kernel. Build it with `CodeObject.parse`.
+    """One kernel. Build it with `CodeObject.parse` from assembly text, with `CodeObject.load` from an ELF file.
 
     name; args (KernelArg in order); kernarg_size, lds_bytes, scratch_bytes (a lane) in bytes; vgprs (AGPRs included),
     agprs, sgprs; max_threads (0: not stated); instructions.
@@ -79,6 +82,17 @@ class CodeObject:
             if k.name == kernel:
                 return cls(isa_text, k)
         raise SimError(f"the text has no kernel {kernel!r}; it has {names}")
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str] | bytes, kernel: str | None = None) -> CodeObject:
+        """The kernel of that name (default: the only one) of an ELF code object: a path, or the bytes.
+
+        Needs llvm-objdump of LLVM 20 or newer (SGLANG_AMD_MONO_LLVM_OBJDUMP, else the newest on PATH). Line numbers
+        of reports count in the disassembly, which names each instruction's address. Raises SimError as `parse` does,
+        for a file that is no gfx950 code object, and without a disassembler.
+        """
+        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        return cls.parse(assembly_text(data), kernel)
 
     # ---- mutation, for negative controls ----
 

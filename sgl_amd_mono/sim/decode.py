@@ -36,7 +36,7 @@ assert RECORD.itemsize == 64
 SRC_VGPR, SRC_SGPR, SRC_CONST, SRC_NONE, SRC_WRAPPED = range(5)
 F_DPP, F_SDWA, F_POST, F_EXEC_WRITE, F_DST_HI, F_KEEP_HI, F_SEXT0, F_SEXT1 = (1 << k for k in range(8))
 F_SC0, F_SC1, F_NT, F_LDS, F_OFFEN, F_IDXEN, F_SADDR, F_VADDR = (1 << k for k in range(8, 16))
-F_DPP_BOUND, F_INDEXED = 1 << 17, 1 << 19
+F_DPP_BOUND, F_INDEXED, F_SKIPPABLE = 1 << 17, 1 << 19, 1 << 20
 
 S_VCC, S_M0, S_EXEC, S_CONST = 106, 124, 126, 128
 SHARED_BASE, PRIVATE_BASE = 0x00010000 << 32, 0x00020000 << 32  # flat apertures, as in sim.h
@@ -192,6 +192,7 @@ class Decoder:
         """Raises SimError naming line and text of the first instruction that it does not know."""
         arch, acc = _register_counts(instructions)
         self.arch = arch
+        skips = any(instruction.mnemonic == "s_setvskip" for instruction in instructions)
         fields = []
         reads, writes = [], []
         for instruction in instructions:
@@ -203,6 +204,8 @@ class Decoder:
                 raise SimError(f"line {instruction.line}: {instruction.text}: {error}") from None
             except (ValueError, IndexError, KeyError) as error:
                 raise SimError(f"line {instruction.line}: {instruction.text}: cannot be decoded ({error!r})") from error
+            if skips and not instruction.mnemonic.startswith(("s_", "buffer_inv", "buffer_wb")):
+                fields[-1]["flags"] |= F_SKIPPABLE
             reads.append(self._reads)
             writes.append(self._writes)
         records = np.zeros(len(instructions), RECORD)

@@ -208,8 +208,7 @@ const Ins *op_watched(Wave *w, const Ins *i) {
         w->m->stalled++;
         return NULL;
     }
-    const uint32_t wrapped = i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE);
-    return wrapped ? op_wrapped(w, i) : op_entry(i->op)->fn(w, i);
+    return op_handler(i)(w, i);
 }
 
 // A store to memory that other ranks map: 1 = it was dropped or put off.

@@ -61,9 +61,7 @@ Program *sim_program_new(const Ins *records, uint32_t count, const uint32_t *con
         Ins *i = &p->ins[k];
         const OpEntry *e = op_entry(i->op);
         i->cls = e->cls;
-        i->fn = e->fn;
-        if (i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE)) i->fn = op_wrapped;
-        if (i->flags & F_INDEXED) i->fn = op_indexed;
+        i->fn = op_handler(i);
         if (i->flags & F_DPP) prepare_dpp(i->dpp_ctrl);
         if (i->ext) i->ext = ext + ((uintptr_t)i->ext - 1);
     }
@@ -275,6 +273,19 @@ static const Ins *op_indexed(Wave *w, const Ins *i) {
             return raise_fault(w, i, FAULT_INTERNAL, -1, c.src[k], 0, 0);
     if (c.dst >= w->L->p->vgprs) return raise_fault(w, i, FAULT_INTERNAL, -1, c.dst, 0, 0);
     return c.fn(w, &c) ? i + 1 : NULL;
+}
+
+// A vector instruction of a program that has s_setvskip: under it nothing is issued, counters stay as they are.
+static const Ins *op_skippable(Wave *w, const Ins *i) {
+    if (w->vskip) return i + 1;
+    if (i->flags & F_INDEXED) return op_indexed(w, i);
+    return i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE) ? op_wrapped(w, i) : op_entry(i->op)->fn(w, i);
+}
+
+op_fn op_handler(const Ins *i) {
+    if (i->flags & F_SKIPPABLE) return op_skippable;
+    if (i->flags & F_INDEXED) return op_indexed;
+    return i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE) ? op_wrapped : op_entry(i->op)->fn;
 }
 
 // ---- faults ----

@@ -152,6 +152,11 @@ static const Ins *op_s_set_gpr_idx_idx(Wave *w, const Ins *i) {
     return i + 1;
 }
 static const Ins *op_s_set_gpr_idx_mode(Wave *w, const Ins *i) { w->gpr_idx = i->aux & 15; return i + 1; }
+// Bit S1[4:0] of S0: from here on vector instructions are not issued, or are again.
+static const Ins *op_s_setvskip(Wave *w, const Ins *i) {
+    w->vskip = w->s[i->src[0]] >> (w->s[i->src[1]] & 31) & 1;
+    return i + 1;
+}
 
 #define ROW(name, sig) {#name, op_##name, sig, CLS_SALU},
 #define OP32(name, sig, ...) ROW(name, sig)
@@ -165,5 +170,6 @@ const OpEntry salu_ops[] = {
     ROW(s_getreg_b32, "i=") ROW(s_setreg_b32, "=i") ROW(s_setreg_imm32_b32, "=i")
     ROW(s_movrels_b32, "i=i") ROW(s_movreld_b32, "i=i")
     ROW(s_set_gpr_idx_on, "=i") ROW(s_set_gpr_idx_off, "=") ROW(s_set_gpr_idx_idx, "=i") ROW(s_set_gpr_idx_mode, "=")
+    ROW(s_setvskip, "=ii")
 };
 const int salu_count = sizeof salu_ops / sizeof salu_ops[0];

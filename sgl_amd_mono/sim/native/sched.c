@@ -444,7 +444,7 @@ static void arm_watches(Machine *m, int on) {
             if ((s->launch >= 0 && (uint32_t)s->launch != j) || s->pc >= p->count) continue;
             Ins *i = &p->ins[s->pc];
             if (on) { i->fn = op_watched; continue; }
-            i->fn = i->flags & (F_DPP | F_SDWA | F_POST | F_EXEC_WRITE) ? op_wrapped : op_entry(i->op)->fn;
+            i->fn = op_handler(i);
         }
     }
 }

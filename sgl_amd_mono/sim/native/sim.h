@@ -50,6 +50,7 @@ enum {
     F_DPP_BOUND = 1u << 17,
     F_MULTI_DST = 1u << 18,
     F_INDEXED = 1u << 19, // may run under s_set_gpr_idx
+    F_SKIPPABLE = 1u << 20, // a vector instruction of a program that has s_setvskip
 };
 
 // One decoded instruction, 64 bytes, written by decode.py (numpy dtype of the same layout) and completed by program.c.
@@ -178,6 +179,7 @@ struct Wave {
     uint8_t poll_age;      // slices since the wave last slept or read the clock
     uint8_t gpr_idx;       // s_set_gpr_idx_on: bits src0, src1, src2, dst
     uint32_t gpr_idx_value;
+    uint8_t vskip;         // s_setvskip: vector instructions are not issued
     uint32_t id;           // wave in workgroup
     uint32_t mode;
     Alloc *last;
@@ -394,6 +396,7 @@ static inline void src64(Wave *w, const Ins *i, int k, vrow *t, const uint32_t *
     src_pair_other(w, i, k, t, lo, hi);
 }
 const Ins *op_wrapped(Wave *w, const Ins *i);
+op_fn op_handler(const Ins *i); // what runs an instruction, its flags considered
 
 const Ins *raise_fault(
     Wave *w, const Ins *i, uint32_t kind, int lane, uint64_t address, uint32_t bytes, uint32_t write);

@@ -525,8 +525,9 @@ static const Ins *op_flat_store(Wave *w, const Ins *i) { return flat(w, i, 1); }
 static const Ins *op_flat_atomic(Wave *w, const Ins *i) { return flat(w, i, 2); }
 
 // ---- buffers ----
-// Descriptor: base 47:0, stride 61:48, num_records word 2. Raw buffers (stride 0): the byte offset counts against
-// num_records; structured ones (idxen): the index. Returns the lanes wholly inside; *some: lanes that begin inside.
+// Descriptor: base 47:0, stride 61:48, num_records word 2. On gfx9 num_records counts bytes without idxen and with
+// stride 0, whatever the other is, and there the byte offset counts against it; records of stride bytes with both, and
+// there the index alone does. Returns the lanes wholly inside; *some: lanes that begin inside.
 static uint64_t buffer_address(Wave *w, const Ins *i, Lanes *p, uint64_t *some, uint64_t *limit, uint64_t *offsets) {
     const uint32_t *r = &w->s[i->src[2]];
     const uint64_t base = (uint64_t)(r[1] & 0xffffu) << 32 | r[0];
@@ -536,13 +537,13 @@ static uint64_t buffer_address(Wave *w, const Ins *i, Lanes *p, uint64_t *some, 
     const int structured = stride != 0 && (i->flags & F_IDXEN);
     uint64_t inside = 0;
     *some = 0;
-    *limit = structured ? stride : (uint64_t)records * (stride ? stride : 1);
+    *limit = structured ? i->mem_bytes : records;
     for (int l = 0; l < LANES; l++) {
         uint32_t index = 0, offset = (uint32_t)i->imm;
         if (i->flags & F_IDXEN) index = v[l];
         if (i->flags & F_OFFEN) offset += i->flags & F_IDXEN ? w->v[i->src[0] + 1][l] : v[l];
         uint64_t counted;
-        if (structured) counted = index < records ? offset : ~0ull >> 1;
+        if (structured) counted = index < records ? 0 : ~0ull >> 1;
         else counted = (uint64_t)offset + soffset + (uint64_t)index * stride;
         offsets[l] = counted;
         p->a[l] = base + soffset + offset + (uint64_t)index * stride;

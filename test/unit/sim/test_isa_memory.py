@@ -662,7 +662,7 @@ def test_buffer_bounds() -> None:
 
 
 def test_structured_buffers() -> None:
-    """idxen: index times stride; the index counts against num_records."""
+    """idxen: index times stride; the index alone counts against num_records, so an access may be wider than a record."""
     memory = _bytes(4096, 12)
     s = {45: (memory.ctypes.data >> 32 & 0xFFFF) | 24 << 16, 46: 50}
     out = with_memory(
@@ -673,6 +673,23 @@ def test_structured_buffers() -> None:
     for lane in range(LANES):
         assert int(out.v["v10"][lane]) == (_dwords(memory, 24 * lane + 8, 1)[0] if lane < 50 else 0)
         assert int(out.v["v11"][lane]) == (_dwords(memory, 24 * lane + 4 * (lane % 3), 1)[0] if lane < 50 else 0)
+    narrow = {**s, 45: (memory.ctypes.data >> 32 & 0xFFFF) | 4 << 16}
+    loads = ["buffer_load_dwordx4 v[10:13], v20, s[44:47], 0 idxen"]
+    out = with_memory(loads, memory, v={20: 4 * LANE}, s=narrow, out_v=range(10, 14))
+    for lane in range(LANES):
+        want = _dwords(memory, 16 * lane, 4) if 4 * lane < 50 else [0] * 4
+        assert [int(out.v[f"v{10 + k}"][lane]) for k in range(4)] == want, f"lane {lane}"
+
+
+def test_without_an_index_num_records_counts_bytes_whatever_the_stride() -> None:
+    """gfx9: a descriptor with a stride, read without idxen, is a raw buffer of num_records bytes."""
+    memory = _bytes(4096, 12)
+    s = {45: (memory.ctypes.data >> 32 & 0xFFFF) | 4 << 16, 46: 100}
+    loads = ["buffer_load_dword v10, v20, s[44:47], 0 offen", "buffer_load_dword v11, off, s[44:47], s40"]
+    out = with_memory(loads, memory, v={20: 4 * LANE}, s={**s, 40: 96}, out_v=[10, 11])
+    for lane in range(LANES):
+        assert int(out.v["v10"][lane]) == (_dwords(memory, 4 * lane, 1)[0] if 4 * lane + 4 <= 100 else 0)
+        assert int(out.v["v11"][lane]) == _dwords(memory, 96, 1)[0]
 
 
 LDS_LOADS = {
