@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full lint format bench clean distclean
+.PHONY: help venv demo test test-full disassembler lint format bench clean distclean
 
 VENV ?= .venv
 # Workers: one a core, at most 8.
@@ -51,11 +51,15 @@ $(STAMP):
 demo: $(STAMP) ## decode through the plugin in a real SGLang, on the simulator
 	@$(RUN) -m sgl_amd_mono simulate $(ARGS)
 
-test: $(STAMP) ## the tests of every commit: a stated subset of each row
+# For AMD's code objects; where none can be had the tests that need it fail and say so.
+disassembler: ## llvm-objdump of LLVM 20 or newer: found, or installed where root has apt
+	@.ci/disassembler || true
+
+test: $(STAMP) disassembler ## the tests of every commit: a stated subset of each row
 	@$(RUN) -m pytest -n $(JOBS) $(ARGS)
 
 # Every row as written, one shard after the other; SHARD=2/4 runs only that one.
-test-full: $(STAMP) ## every row as written, in shards of at most 60 minutes
+test-full: $(STAMP) disassembler ## every row as written, in shards of at most 60 minutes
 	@status=0; \
 	for i in $(if $(SHARD),$(firstword $(subst /, ,$(SHARD))),$$(seq 1 $(SHARDS))); do \
 	  shard=$$i/$(if $(SHARD),$(lastword $(subst /, ,$(SHARD))),$(SHARDS)); \

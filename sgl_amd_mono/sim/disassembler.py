@@ -27,7 +27,9 @@ INSTALL = (
 )
 
 # "	s_nop 0    // 000000002E00: BF800000"
-_LINE = re.compile(r"^\s+(?P<text>\S.*?)\s*//\s*(?P<address>[0-9A-Fa-f]+):(?P<words>(?:\s+[0-9A-Fa-f]{8})+)(?:\s+<.*>)?$")
+_LINE = re.compile(
+    r"^\s+(?P<text>\S.*?)\s*//\s*(?P<address>[0-9A-Fa-f]+):(?P<words>(?:\s+[0-9A-Fa-f]{8})+)(?:\s+<.*>)?$"
+)
 _BRANCH = re.compile(r"^(s_branch|s_cbranch_\w+)\b|^(s_call_b64)\s")
 _COUNTED_FROM_PC = ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64")
 _PADDING = ("s_nop", "s_code_end")
@@ -46,7 +48,7 @@ def _version(tool: str) -> int | None:
 def find_objdump() -> str:
     """Path of an llvm-objdump that knows gfx950.
 
-    $SGLANG_AMD_MONO_LLVM_OBJDUMP, else the first on PATH, or of $ROCM_PATH/llvm/bin, that is of LLVM 20 or newer.
+    $SGLANG_AMD_MONO_LLVM_OBJDUMP, else the newest on PATH, or of $ROCM_PATH/llvm/bin, that is of LLVM 20 or newer.
     Raises SimError that says what was found and how to install one.
     """
     named = os.environ.get(OBJDUMP_VARIABLE)
@@ -109,7 +111,9 @@ def _body(kernel: ElfKernel, following: int | None, lines: list[tuple[int, str, 
     targets: dict[int, str] = {}
     for address, text, word in own:
         if text.startswith("."):
-            raise SimError(f"kernel {kernel.name}: the disassembler does not know the instruction at {address:#x}: {text}")
+            raise SimError(
+                f"kernel {kernel.name}: the disassembler does not know the instruction at {address:#x}: {text}"
+            )
         if text.startswith(_COUNTED_FROM_PC):
             raise SimError(
                 f"kernel {kernel.name}: {text!r} at {address:#x}: addresses counted from the program counter are not "
@@ -118,7 +122,9 @@ def _body(kernel: ElfKernel, following: int | None, lines: list[tuple[int, str, 
         if _BRANCH.match(text):
             target = _target(address, word)
             if target not in addresses:
-                raise SimError(f"kernel {kernel.name}: {text!r} at {address:#x} goes to {target:#x}, outside the kernel")
+                raise SimError(
+                    f"kernel {kernel.name}: {text!r} at {address:#x} goes to {target:#x}, outside the kernel"
+                )
             targets[target] = f".L_{target:x}"
     result = []
     for address, text, word in own:
@@ -137,10 +143,15 @@ def _metadata(kernels: list[ElfKernel]) -> list[str]:
     for kernel in kernels:
         info, own = kernel.metadata, kernel.directives
         result.append(f"  - .name: {kernel.name}")
+
+        def larger(key: str, directive: str, info: dict = info, own: dict[str, int] = own) -> int:
+            # Hand-written code objects leave one of the two 0.
+            return max(int(info.get(key, 0)), own[directive])
+
         numbers = {
-            ".kernarg_segment_size": max(int(info.get(".kernarg_segment_size", 0)), own["kernarg_size"]),
-            ".group_segment_fixed_size": own["group_segment_fixed_size"],
-            ".private_segment_fixed_size": own["private_segment_fixed_size"],
+            ".kernarg_segment_size": larger(".kernarg_segment_size", "kernarg_size"),
+            ".group_segment_fixed_size": larger(".group_segment_fixed_size", "group_segment_fixed_size"),
+            ".private_segment_fixed_size": larger(".private_segment_fixed_size", "private_segment_fixed_size"),
             ".vgpr_count": own["next_free_vgpr"],
             ".agpr_count": max(0, own["next_free_vgpr"] - own["accum_offset"]),
             ".sgpr_count": own["next_free_sgpr"],

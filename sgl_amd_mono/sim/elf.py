@@ -138,7 +138,7 @@ class ElfCodeObject:
         """Bytes of the image. Raises SimError where no section holds them all."""
         for section in self.sections:
             offset = address - section.address
-            if section.address and 0 <= offset and offset + count <= len(section.data):
+            if section.address and offset >= 0 and offset + count <= len(section.data):
                 return section.data[offset : offset + count]
         raise SimError(f"not a gfx950 code object: no section holds {count} bytes at {address:#x}")
 
@@ -164,9 +164,7 @@ def parse_descriptor(data: bytes) -> tuple[dict[str, int], int]:
     rsrc3, rsrc1, rsrc2 = struct.unpack_from("<III", data, 44)
     properties, preload = struct.unpack_from("<HH", data, 56)
     words = {_RSRC1: rsrc1, _RSRC2: rsrc2, _PROPERTIES: properties, _PRELOAD: preload}
-    directives = {
-        name: words[word] >> first & ((1 << bits) - 1) for name, (word, first, bits) in _FIELDS.items()
-    }
+    directives = {name: words[word] >> first & ((1 << bits) - 1) for name, (word, first, bits) in _FIELDS.items()}
     directives |= {
         "group_segment_fixed_size": lds,
         "private_segment_fixed_size": scratch,

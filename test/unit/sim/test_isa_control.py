@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.isa import LANES, PARTIAL_EXEC, covers, registers, run
+from helpers.isa import LANES, PARTIAL_EXEC, covers, kernel_text, registers, run
 from helpers.isa_reference import M32
 
-from sgl_amd_mono.sim import SimFault
+from sgl_amd_mono.sim import CodeObject, Launch, Machine, SimFault, Stall
 
 LANE = np.arange(LANES, dtype=np.uint32)
 OLD = 0xC0FFEE00
@@ -90,6 +90,71 @@ def test_instructions_that_change_no_register() -> None:
             0x1234,
             PARTIAL_EXEC,
         ), name
+
+
+@covers("s_setvskip", "global_store_dword", "ds_write_b32", "v_mfma_f32_16x16x4_f32")
+def test_vskip_leaves_out_vector_instructions_alone() -> None:
+    """Bit S1[4:0] of S0; branches and scalar instructions run on, memory and LDS are not touched, no counter moves."""
+    memory = np.full(LANES, OLD, np.uint32)
+    lines = [
+        "ds_write_b32 v20, v11",
+        "s_mov_b64 s[40:41], s[34:35]",
+        "s_setvskip s30, s31",
+        "v_mov_b32_e32 v10, 7",
+        "v_add_f32_e64 v12, v12, 1.0 clamp",
+        "v_mov_b32_dpp v13, v11 quad_perm:[0,0,0,0] row_mask:0xf bank_mask:0xf",
+        "v_readfirstlane_b32 s20, v11",
+        "v_cmp_eq_u32_e64 vcc, v11, v11",
+        "v_mfma_f32_16x16x4_f32 v[24:27], v11, v11, 0",
+        "ds_write_b32 v20, v21",
+        "global_store_dword v20, v21, s[40:41]",
+        "s_branch .Lon",
+        "s_trap 2",
+        ".Lon:",
+        "s_movk_i32 s21, 3",
+        "ds_read_b32 v22, v20",
+        "s_setvskip 0, 0",
+        "v_mov_b32_e32 v14, 9",
+        "s_waitcnt lgkmcnt(0)",
+        "ds_read_b32 v23, v20",
+        "s_waitcnt lgkmcnt(0)",
+    ]
+    bits = np.array([0, 5, 31, 37, 5, 4])  # S1; only its low five bits count
+    words = np.array([1, 1 << 5, 1 << 31, 1 << 5, ~(1 << 5) & M32, 0])
+    for bit, word, skipped in zip(bits, words, (True, True, True, True, False, False)):
+        memory[:] = OLD
+        out = run(
+            lines,
+            v={10: OLD, 11: LANE, 12: OLD, 13: OLD, 14: OLD, 20: 4 * LANE, 21: 100 + LANE, 22: OLD, 24: OLD},
+            s={20: 5, 30: word, 31: bit, 34: memory.ctypes.data & M32, 35: memory.ctypes.data >> 32},
+            out_v=[10, 12, 13, 14, 22, 23, 24], out_s=[20, 21], vcc=0x1234, lds_bytes=256,
+            map_more=lambda machine: machine.map_tensor(0, memory, "memory"),
+        )  # fmt: skip
+        assert (out.v["v14"] == 9).all() and int(out.s["s21"][0]) == 3
+        for name, ran in (("v10", 7), ("v12", 0), ("v13", LANE // 4 * 4), ("v22", 100 + LANE)):
+            assert (out.v[name] == (OLD if skipped else ran)).all(), f"{name}, bit {bit} of {word:#x}"
+        assert (out.v["v23"] == (LANE if skipped else 100 + LANE)).all()
+        assert (memory == (OLD if skipped else 100 + LANE)).all()
+        assert int(out.s["s20"][0]) == (5 if skipped else 0)
+        assert int(out.vcc[0]) == (0x1234 if skipped else 2**64 - 1)
+        assert (out.v["v24"] == OLD).all() == skipped
+
+
+def test_a_watched_instruction_is_skipped_too() -> None:
+    """A fault-injection point on a vector instruction does not run it under VSKIP; without it the store faults."""
+    store = "global_store_dword v0, v0, s[30:31]"
+    for skip in (1, 0):
+        lines = ["s_mov_b64 s[30:31], 0", f"s_setvskip {skip}, 0", store, "s_setvskip 0, 0"]
+        code = CodeObject.parse(kernel_text(lines))
+        machine = Machine()
+        machine.inject(Stall(at=("line", code.find("global_store")[0].line, 2)))
+        launch = Launch(rank=0, code=code, grid=1, block=64, kernargs=bytes(8))
+        if skip:
+            assert machine.launch([launch]).wave_instructions > 0
+        else:
+            with pytest.raises(SimFault) as caught:
+                machine.launch([launch])
+            assert caught.value.kind == "gpu-fault"
 
 
 @covers("s_memrealtime", "s_memtime", "s_sleep")

@@ -662,7 +662,7 @@ def test_buffer_bounds() -> None:
 
 
 def test_structured_buffers() -> None:
-    """idxen: index times stride; the index alone counts against num_records, so an access may be wider than a record."""
+    """idxen: index times stride; the index alone counts against num_records, a record may be narrower."""
     memory = _bytes(4096, 12)
     s = {45: (memory.ctypes.data >> 32 & 0xFFFF) | 24 << 16, 46: 50}
     out = with_memory(
