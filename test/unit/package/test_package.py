@@ -132,7 +132,9 @@ def test_every_source_names_its_license():
 
 
 FLAG = re.compile(r"(?<![\w`-])--[a-z][a-z0-9-]+")
-OTHER_TOOLS_FLAGS = {"--no-deps", "--shm-size", "--check"}  # pip, docker, benchmarks
+OTHER_TOOLS_FLAGS = {
+    "--no-deps", "--shm-size", "--check", "--version", "--mcpu", "--no-show-raw-insn",
+}  # pip, docker, benchmarks, llvm-objdump  # fmt: skip
 CLI_COMMANDS = ("doctor", "compile", "simulate", "cost")
 
 
