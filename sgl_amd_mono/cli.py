@@ -10,6 +10,7 @@ from pathlib import Path
 
 MEMORY_MODELS = ("consistent", "adversarial")
 GEOMETRIES = ("qwen38-a95b", "small")
+PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # that may be MXFP4 instead of bf16
 MODEL_ALIASES = {"qwen38-a95b": "qwen38_a95b_mxfp4"}
 
 
@@ -28,6 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     compile_.add_argument("--tp", type=int, help="tensor-parallel size (default: 8, or 1 with --geometry small)")
     compile_.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
     compile_.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="SSM state")
+    compile_.add_argument(
+        "--mxfp4",
+        type=_projections,
+        default=(),
+        metavar="NAMES",
+        help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
+    )
     compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
     compile_.add_argument(
         "--link", choices=("auto", "yes", "no"), default="auto", help="link code objects for a GPU (needs ld.lld)"
@@ -64,6 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     cost.add_argument("--tp", type=int, help="tensor-parallel size (default: 8, or 2 with --geometry small)")
     cost.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
     cost.add_argument("--launch", type=_launches, default=("k1", "k2"), help="k1, k2 or k1,k2")
+    cost.add_argument(
+        "--mxfp4",
+        type=_projections,
+        default=(),
+        metavar="NAMES",
+        help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
+    )
     cost.add_argument("--seed", type=int, default=0, help="seed of inputs, routes and the simulator's schedule")
     cost.add_argument(
         "--probe", type=Path, metavar="FILE", help="JSON with a node's own figures for the overlap model's assumptions"
@@ -80,6 +95,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; needed: a positive number")
     return int(text)
+
+
+def _projections(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if any(name not in PROJECTIONS for name in names):
+        raise argparse.ArgumentTypeError(f"found {text!r}; needed: {' or '.join(PROJECTIONS)}, comma-separated")
+    return names
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -136,7 +158,7 @@ def _compile(options: argparse.Namespace) -> int:
     from sgl_amd_mono.common.build import BuildError, build_all, resource_table
     from sgl_amd_mono.common.geometry import GeometryError
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey, gdn_formats
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
 
     linked = _links(options.link)
@@ -144,12 +166,13 @@ def _compile(options: argparse.Namespace) -> int:
         geometry = (
             Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 1)
         )
+        formats = gdn_formats(options.mxfp4)
         keys = [
             key
             for width in options.widths
             for key in (
-                GdnKey(geometry, width, first_layer=True, state_dtype=options.state_dtype),
-                GdnKey(geometry, width, first_layer=False, state_dtype=options.state_dtype),
+                GdnKey(geometry, width, first_layer=True, state_dtype=options.state_dtype, **formats),
+                GdnKey(geometry, width, first_layer=False, state_dtype=options.state_dtype, **formats),
                 LayerKey(geometry, width),
             )
         ]
@@ -202,7 +225,12 @@ def _cost(options: argparse.Namespace) -> int:
             Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 2)
         )
         costs = measure.measure(
-            geometry, options.launch, options.widths, options.seed, lambda text: _to_stderr(f"  .. {text}")
+            geometry,
+            options.launch,
+            options.widths,
+            options.seed,
+            lambda text: _to_stderr(f"  .. {text}"),
+            mxfp4=options.mxfp4,
         )
         if options.picture:
             options.picture.write_text(picture.svg(costs, assume))

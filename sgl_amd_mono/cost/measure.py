@@ -262,13 +262,14 @@ def _roles(trace: list[Any], weights: set[str]) -> list[Role]:
     return roles
 
 
-def k1(geometry: Geometry, width: int, seed: int, *, isa: str | None = None) -> Cost:
-    """Counts of K1 (not a model's first layer). isa: another text in place of the built one, for controls."""
+def k1(geometry: Geometry, width: int, seed: int, *, isa: str | None = None, mxfp4: tuple[str, ...] = ()) -> Cost:
+    """Counts of K1 (not a model's first layer). isa: another text in place of the built one, for controls. mxfp4: the
+    projections whose weights are MXFP4."""
     from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k1
-    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey, gdn_formats
     from sgl_amd_mono.sim import CodeObject, Machine
 
-    key = GdnKey(geometry, width)
+    key = GdnKey(geometry, width, **gdn_formats(mxfp4))
     case = trial_k1.make_case(key, seed)
     cus = max(geometry.blocks, key.grid)
     machine = Machine(ranks=1, cus=cus, seed=seed, unique_bytes=True, trace=True)
@@ -305,7 +306,13 @@ def k2_weights(geometry: Geometry, seed: int) -> list[Any]:
 
 
 def measure(
-    geometry: Geometry, launches: tuple[str, ...], widths: tuple[int, ...], seed: int, progress: Callable[[str], None]
+    geometry: Geometry,
+    launches: tuple[str, ...],
+    widths: tuple[int, ...],
+    seed: int,
+    progress: Callable[[str], None],
+    *,
+    mxfp4: tuple[str, ...] = (),
 ) -> list[Cost]:
     """Counts of every asked launch and width; equal seeds give equal counts."""
     weights = k2_weights(geometry, seed) if "k2" in launches else None
@@ -313,6 +320,8 @@ def measure(
     for launch in launches:
         for width in widths:
             progress(f"{launch}, width {width}, {geometry.name} TP {geometry.tp}, seed {seed}")
-            cost = k1(geometry, width, seed) if launch == "k1" else k2(geometry, width, seed, weights=weights)
+            cost = (
+                k1(geometry, width, seed, mxfp4=mxfp4) if launch == "k1" else k2(geometry, width, seed, weights=weights)
+            )
             found.append(cost)
     return found

@@ -16,6 +16,7 @@ from sgl_amd_mono import cli
         (["simulate", "--rows", "9"], "found '9'; needed: requests"),
         (["simulate", "--steps", "0"], "found '0'; needed: a positive number"),
         (["simulate", "--ranks", "3"], "invalid choice"),
+        (["compile", "--mxfp4", "o_proj"], "found 'o_proj'; needed: in_proj_qkvz or in_proj_ba"),
         (["compile", "--widths", "1,x"], "found 'x'; needed: a positive number"),
         ([], "required"),
     ],

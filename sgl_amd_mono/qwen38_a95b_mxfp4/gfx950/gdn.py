@@ -130,6 +130,12 @@ HELD_WORDS = LANE_COLUMNS * LANE_COLUMNS + (LANE_COLUMNS + 1) * CONV_STATE_TAPS 
 WAVE_ORDER = tuple(range(8))  # in which the waves' products are added
 
 
+def gdn_formats(mxfp4: tuple[str, ...]) -> dict[str, str]:
+    """The key's format fields, with the named projections ("in_proj_qkvz", "in_proj_ba") in MXFP4."""
+    fields = {"qkvz_format": "in_proj_qkvz", "ba_format": "in_proj_ba"}
+    return {field_: MXFP4 if name in mxfp4 else BF16 for field_, name in fields.items()}
+
+
 @dataclass(frozen=True)
 class GdnKey(BuildKey):
     """Build key of one K1: everything that the emitted code depends on besides the sources.
