@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 MEMORY_MODELS = ("consistent", "adversarial")
+STOCK = ("triton", "torch")
 GEOMETRIES = ("qwen38-a95b", "small")
 PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # that may be MXFP4 instead of bf16
 MODEL_ALIASES = {"qwen38-a95b": "qwen38_a95b_mxfp4"}
@@ -57,6 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks, a process each")
     simulate.add_argument("--memory-model", choices=MEMORY_MODELS, default=MEMORY_MODELS[0])
     simulate.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and the simulator")
+    simulate.add_argument(
+        "--stock",
+        choices=STOCK,
+        default=STOCK[0],
+        help="SGLang's Triton kernels: their gfx950 code on the simulator, or PyTorch in their place",
+    )
     simulate.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoint, results and logs there")
     simulate.add_argument("--json", action="store_true", help="print the result as JSON")
     simulate.add_argument(
@@ -270,7 +277,7 @@ def _simulate(options: argparse.Namespace) -> int:
         return 1
 
     if options.explain:
-        print(report.explain())
+        print(report.explain(options.stock))
         return 0
     asked = session.Options(
         model=options.model,
@@ -279,6 +286,7 @@ def _simulate(options: argparse.Namespace) -> int:
         ranks=options.ranks,
         memory_model=options.memory_model,
         seed=options.seed,
+        stock=options.stock,
         keep=options.keep,
     )
     try:

@@ -116,10 +116,26 @@ def run(job: Job) -> None:
         "noise": noise,
         "records": [] if recorder is None else recorder.records,
         "routed": (0, 0) if step is None else (step.steps, step.passed_on),
+        "stock": stock_launches(),
         "seconds": seconds,
     }
     torch.save(result, job.out)
     _leave(job, step)
+
+
+def stock_launches() -> dict[str, tuple[int, int]]:
+    """What ran of SGLang's Triton kernels on the simulator in this process: name -> (launches, wave-instructions)."""
+    from sgl_amd_mono.simulate.harness import chosen_stock
+
+    if chosen_stock() != "triton":
+        return {}
+    from sgl_amd_mono.simulate.rocm_import import driver
+
+    counts: dict[str, tuple[int, int]] = {}
+    for launch in driver().launches:
+        number, executed = counts.get(launch.name, (0, 0))
+        counts[launch.name] = (number + 1, executed + launch.wave_instructions)
+    return counts
 
 
 def _leave(job: Job, step: Any) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl_amd_mono.simulate.harness import ATTENTION, STOCK_VARIABLE
+
 ENTRY_POINT = "sgl_amd_mono_simulate"
 """Name of the entry point, and what SGLANG_PLUGINS is set to."""
 
@@ -29,12 +31,18 @@ RUNTIME_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_RUNTIME"
 
 
 def environment(
-    folder: Path, memory_model: str, seed: int, widths: tuple[int, ...], spawned: bool = False
+    folder: Path,
+    memory_model: str,
+    seed: int,
+    widths: tuple[int, ...],
+    spawned: bool = False,
+    stock: str | None = None,
 ) -> dict[str, str]:
     """Environment of SGLang's processes. Writes the entry point's metadata into ``folder``, put on PYTHONPATH.
 
     ``spawned``: processes that SGLang itself starts import SGLang before any plugin of it is loaded, so Python prepares
-    them as it starts (``sitecustomize``).
+    them as it starts (``sitecustomize``). ``stock``: what SGLang's Triton kernels run as (``harness.STOCK``); None: as
+    this process' environment says.
     """
     metadata = folder / f"{ENTRY_POINT}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -53,6 +61,7 @@ def environment(
         MEMORY_MODEL_VARIABLE: memory_model,
         SEED_VARIABLE: str(seed),
         WIDTHS_VARIABLE: ",".join(map(str, widths)),
+        **({STOCK_VARIABLE: stock} if stock else {}),
     }
 
 
@@ -113,7 +122,7 @@ def spec() -> Any:
         widths=tuple(int(width) for width in os.environ[WIDTHS_VARIABLE].split(",")),
         runtime_factory=_runtime_factory(),
         stop=False,
-        requires=Requirements(dtypes=frozenset({"bfloat16"}), attention_backends=frozenset({"torch_native"})),
+        requires=Requirements(dtypes=frozenset({"bfloat16"}), attention_backends=frozenset(ATTENTION.values())),
         environment={},
     )
 

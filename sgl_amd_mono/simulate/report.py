@@ -101,17 +101,26 @@ def _where(record: LaunchRecord) -> str:
     return f"{rank}case {record.case + 1} step {record.step + 1} layer {record.layer} {record.kind}"
 
 
-def explain() -> str:
+def explain(stock: str) -> str:
     """What of SGLang runs unchanged here, what is replaced and why, and what a simulated run does not cover."""
-    from sgl_amd_mono.simulate.harness import NOT_COVERED, REPLACEMENTS
+    from sgl_amd_mono.simulate import harness, rocm_import
 
+    kernels = []
+    if stock == "triton":
+        kernels = [
+            "SGLang's Triton kernels are compiled for gfx950 and run on the simulator; imported as on ROCm:",
+            *(f"  {module}" for module in rocm_import.MODULES),
+            "Autotuned kernels run one stated configuration; a GPU takes what it measures:",
+            *(f"  {kernel}: {stated}" for _, kernel, stated in harness.CONFIGURATIONS),
+        ]
     return "\n".join(
         [
             "SGLang's loader, model classes, state pools, batches, attention and sampling run unchanged, on the CPU.",
+            *kernels,
             "Replaced in SGLang, on both arms alike:",
-            *(f"  {r.module}.{r.attribute}: {r.why}" for r in REPLACEMENTS),
+            *(f"  {r.module}.{r.attribute}: {r.why}" for r in harness.replacements(stock)),
             "Not covered by a simulated run:",
-            *(f"  {what}" for what in NOT_COVERED),
+            *(f"  {what}" for what in harness.not_covered(stock)),
         ]
     )
 
@@ -126,6 +135,8 @@ def as_dict(outcome: Outcome, verdict: Verdict) -> dict[str, Any]:
         "ranks": options.ranks,
         "memory_model": options.memory_model,
         "seed": options.seed,
+        "stock": options.stock,
+        "stock_launches": {"off": outcome.off["stock"], "on": outcome.on["stock"]},
         "ok": not verdict.problems,
         "problems": verdict.problems,
         "logits": {**asdict(verdict.logits), "allowed": NOISE_MULTIPLE * verdict.logits.noise},
@@ -155,6 +166,8 @@ def render(outcome: Outcome, verdict: Verdict) -> str:
             *_token_section(outcome),
             "",
             *_logit_section(verdict.logits),
+            "",
+            *_stock_section(outcome),
             "",
             *_verdict_section(outcome, verdict),
         ]
@@ -235,6 +248,17 @@ def _logit_section(logits: LogitVerdict) -> list[str]:
         f"  greedy tokens: {logits.rows} compared, {logits.decided} decided by more than {NOISE_MULTIPLE:g} times the "
         f"noise, {logits.flipped} of these differ",
     ]
+
+
+def _stock_section(outcome: Outcome) -> list[str]:
+    if outcome.options.stock != "triton":
+        return ["SGLang's Triton kernels: PyTorch in their place (--stock torch)"]
+    lines = ["SGLang's own Triton kernels, gfx950 code on the simulator (rank 0: launches without | with the plugin)"]
+    off, on = outcome.off["stock"], outcome.on["stock"]
+    for name in sorted(off.keys() | on.keys()):
+        lines.append(f"  {name}: {off.get(name, (0, 0))[0]} | {on.get(name, (0, 0))[0]}")
+    executed = sum(count for arm in (off, on) for _, count in arm.values())
+    return [*lines, f"  {executed:,} wave-instructions"]
 
 
 def _verdict_section(outcome: Outcome, verdict: Verdict) -> list[str]:

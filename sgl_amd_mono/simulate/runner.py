@@ -26,7 +26,7 @@ def server_arguments(checkpoint: Path, plugin: bool, tp_size: int) -> list[str]:
         *("--model-path", str(checkpoint)),
         *("--device", "cpu"),
         *("--tp-size", str(tp_size)),
-        *("--attention-backend", "torch_native"),
+        *("--attention-backend", harness.ATTENTION[harness.chosen_stock()]),
         *("--sampling-backend", "pytorch"),
         *("--grammar-backend", "none"),
         *("--moe-runner-backend", "aiter"),

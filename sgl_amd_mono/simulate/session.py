@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_amd_mono.simulate.arm import PROGRESS, Case, Job
+from sgl_amd_mono.simulate.harness import STOCK
 
 MODELS = ("qwen38_a95b_mxfp4",)
 """Models that can be simulated, by their folder's name."""
@@ -48,7 +49,10 @@ class SimulationFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    """What ``sgl-amd-mono simulate`` was asked for. ``rows``: (requests, rows a step is padded to) of each case."""
+    """What ``sgl-amd-mono simulate`` was asked for.
+
+    ``rows``: (requests, rows a step is padded to) of each case. ``stock``: what SGLang's Triton kernels run as.
+    """
 
     model: str = MODELS[0]
     rows: tuple[tuple[int, int], ...] = ((1, 1), (3, 4), (8, 8))
@@ -56,6 +60,7 @@ class Options:
     ranks: int = 1
     memory_model: str = "consistent"
     seed: int = 0
+    stock: str = STOCK[0]
     keep: Path | None = None
 
 
@@ -153,7 +158,9 @@ def run_arm(
     name = "on" if plugin else "off"
     outs = [result_file(folder, plugin, rank) for rank in range(options.ranks)]
     widths = tuple(sorted({case.width for case in cases}))
-    environment = entry.environment(folder / "entry_point", options.memory_model, options.seed, widths)
+    environment = entry.environment(
+        folder / "entry_point", options.memory_model, options.seed, widths, stock=options.stock
+    )
     port = _free_port() if options.ranks > 1 else None
     processes, logs, readers = [], [], []
     with contextlib.ExitStack() as stack:
