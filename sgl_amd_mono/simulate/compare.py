@@ -32,6 +32,11 @@ TYPICAL_OUT = 5e-3
 """Largest relative error of K2's output in the run's median row. Single rows have NUMERICS alone: where a bf16 unit
 flips an MXFP4 code, each flip moves the row by about a hundredth."""
 
+TYPICAL_STATE = 1e-5
+"""Largest relative error of K1's float32 state in the median row of each layer. A bf16 unit of a projection, which the
+sums' order may flip, moves a single row's by up to 1e-3; without one the state agrees to the accuracy of float32, and a
+rounding that one side does and the other does not (of beta: 1e-3) shows in every row."""
+
 NOISE_MULTIPLE = 4.0
 """Logits of the two arms may differ by so many times the noise of re-ordered float32 sums."""
 
@@ -42,7 +47,7 @@ class LaunchRecord:
 
     ``digest`` is one of K2's outputs, pad rows included, which must be bit for bit the same on all ranks. ``ties``
     counts rows of K2 that are within bounds only by another choice of tied experts, ``row_errors`` are the relative L2
-    errors of K2's output, a row each.
+    errors of K2's output, or of the state that K1 leaves, a row each.
     """
 
     case: int
@@ -89,6 +94,7 @@ class LaunchRecorder:
             stock = stock_front(kept)
             record.outputs = {name: difference(value, stock[name][real]) for name, value in found.items()}
             record.failures = failures("k1", record.outputs, self.bounds)
+            record.row_errors = row_differences(found["state"], stock["state"][real]).rel.tolist()
             pads = kept.outputs["core"][~real]
             if pads.numel() and bool((pads != 0).any()):
                 record.failures.append("k1.core of a pad row is not zero")

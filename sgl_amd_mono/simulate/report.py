@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sgl_amd_mono.common.check import TIED_SHARE
-from sgl_amd_mono.simulate.compare import NOISE_MULTIPLE, TYPICAL_OUT, LaunchRecord, LogitVerdict, judge_logits
+from sgl_amd_mono.simulate.compare import (
+    NOISE_MULTIPLE,
+    TYPICAL_OUT,
+    TYPICAL_STATE,
+    LaunchRecord,
+    LogitVerdict,
+    judge_logits,
+)
 from sgl_amd_mono.simulate.session import Outcome
 
 MIB = 2**20
@@ -41,7 +48,9 @@ def judge(outcome: Outcome) -> Verdict:
         problems += [f"{_where(record)}: {text}" for text in record.failures]
     problems += _missing_launches(outcome)
     problems += _ranks_that_differ(outcome)
-    errors = [error for record in on["records"] for error in record.row_errors]
+    problems += _states_that_differ(on["records"])
+    problems += _stock_that_did_not_run(outcome)
+    errors = [error for record in on["records"] if record.kind == "k2" for error in record.row_errors]
     typical = statistics.median(errors) if errors else float("inf")
     if not typical <= TYPICAL_OUT:
         problems.append(f"k2.out: relative error {typical:.2g} in the median row, bound {TYPICAL_OUT:g}")
@@ -81,6 +90,43 @@ def _missing_launches(outcome: Outcome) -> list[str]:
     routed, passed_on = outcome.on["routed"]
     if (routed, passed_on) != (len(options.rows) * options.steps, 0):
         problems.append(f"the plugin ran {routed} steps and passed {passed_on} on; needed: every decode step")
+    return problems
+
+
+def _states_that_differ(records: list[LaunchRecord]) -> list[str]:
+    """The state of each layer's median row: a bf16 unit that the order of sums flips moves single rows only."""
+    by_layer: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        if record.kind == "k1":
+            by_layer[record.layer] += record.row_errors
+    typical = {layer: statistics.median_low(errors) if errors else float("inf") for layer, errors in by_layer.items()}
+    return [
+        f"layer {layer} k1.state: relative error {error:.2g} in the median row, bound {TYPICAL_STATE:g}"
+        for layer, error in sorted(typical.items())
+        if not error <= TYPICAL_STATE
+    ]
+
+
+STOCK_OF_A_STEP = ("_causal_conv1d_update_kernel", "fused_recurrent_gated_delta_rule_packed_decode_kernel")
+"""SGLang's kernels that run once a GDN layer and decode step, and in nothing else."""
+
+
+def _stock_that_did_not_run(outcome: Outcome) -> list[str]:
+    """SGLang's own kernels run every decode step of the arm without the plugin, and beside each K1 of the other."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+
+    options = outcome.options
+    if options.stock != "triton":
+        return []
+    geometry = Geometry.small(options.ranks)
+    fronts = sum(not geometry.is_attention(layer) for layer in range(geometry.layers))
+    once = fronts * len(options.rows) * options.steps
+    problems = []
+    for name, arm, wanted in (("off", outcome.off, once * (1 + len(outcome.off["noise"]))), ("on", outcome.on, once)):
+        for kernel in STOCK_OF_A_STEP:
+            ran = arm["stock"].get(kernel, (0, 0))[0]
+            if ran != wanted:
+                problems.append(f"plugin {name}: SGLang's {kernel} ran {ran} times, needed: {wanted}")
     return problems
 
 

@@ -2,7 +2,8 @@
 """`sgl-amd-mono simulate`: SGLang's own model, plugin off and on.
 
 In `make test`: one padded batch, on the simulator at TP 1, and with the launches replaced by their definitions, right
-and with planted mistakes. The long rows (`full`): the demo as it stands, both memory models, and TP 2 in two processes.
+and with planted mistakes; SGLang's Triton kernels run on the simulator too. The long rows (`full`): the demo as it
+stands, both memory models and PyTorch in the kernels' place, and TP 2 in two processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.simulate_double import PLANTED
+from helpers.simulate_double import PLANTED, UNROUNDED_LAYER
 
 from sgl_amd_mono import cli
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
@@ -69,7 +70,8 @@ def test_the_simulated_launches_agree_with_sglang(on_arm: OnArm) -> None:
         assert record.simulated["device_hops"] > 0
         read = record.simulated["bytes_read"]
         assert read["w_qkvz" if record.kind == "k1" else "w_o"] > 0
-    assert "PASS" in report.render(outcome, verdict)
+    text = report.render(outcome, verdict)
+    assert "PASS" in text and "fused_recurrent_gated_delta_rule_packed_decode_kernel: 24 | 6" in text
     json.dumps(report.as_dict(outcome, verdict))
 
 
@@ -91,6 +93,13 @@ def test_each_planted_mistake_is_seen_where_it_is(on_arm: OnArm) -> None:
     assert verdict.problems and not verdict.logits.ok
 
 
+def test_a_rounding_that_sglang_does_not_share_is_seen(on_arm: OnArm) -> None:
+    """K1 as compiled, but beta of one layer is left in float32: SGLang's packed decode kernel rounds it to bf16."""
+    problems = report.judge(on_arm("simulate_double:unrounded_beta")).problems
+    assert len(problems) == 1
+    assert problems[0].startswith(f"layer {UNROUNDED_LAYER} k1.state: relative error ")
+
+
 def test_a_pad_row_that_is_written_is_seen(on_arm: OnArm) -> None:
     outcome = on_arm("simulate_double:PadWriter")
     assert any("k1.core of a pad row is not zero" in problem for problem in report.judge(outcome).problems)
@@ -102,9 +111,10 @@ def test_a_failing_process_ends_the_run_with_its_log(on_arm: OnArm) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("memory_model", cli.MEMORY_MODELS)
-def test_the_demo(memory_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--memory-model", memory_model, "--json"]) == 0
+@pytest.mark.parametrize("memory_model, stock", [("consistent", "triton"), ("adversarial", "triton"),
+                                                 ("consistent", "torch")])  # fmt: skip
+def test_the_demo(memory_model: str, stock: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--memory-model", memory_model, "--stock", stock, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["rows"] == [[1, 1], [3, 4], [8, 8]]
     assert result["logits"]["flipped"] == 0 and result["logits"]["decided"] > 0

@@ -84,12 +84,15 @@ def outcome(**changes: Any) -> Outcome:
     geometry = Geometry.small(1)
     a, b = logits(1, seed=1), logits(1, seed=2)
     records = [
-        LaunchRecord(0, 0, kind, layer, 1, 1, row_errors=[1e-4] if kind == "k2" else [])
+        LaunchRecord(0, 0, kind, layer, 1, 1, row_errors=[1e-4 if kind == "k2" else 1e-7])
         for layer in range(geometry.layers)
         for kind in (("k2",) if geometry.is_attention(layer) else ("k1", "k2"))
     ]
+    fronts = sum(not geometry.is_attention(layer) for layer in range(geometry.layers))
+    stock = dict.fromkeys(report.STOCK_OF_A_STEP, (fronts, 1000))
     off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]], "ranks_agree": True}
-    on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0), "ranks_agree": True}
+    off["stock"] = {kernel: (2 * ran, 2000) for kernel, (ran, _) in stock.items()}  # as it is, and in another order
+    on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0), "ranks_agree": True, "stock": stock}
     on.update(changes)
     return Outcome(options, off, on, {"plugin off": 1.0})
 
@@ -136,8 +139,30 @@ def test_ranks_that_differ_fail() -> None:
 def test_an_error_of_every_row_fails_although_each_is_in_bounds() -> None:
     run = outcome()
     for record in run.on["records"]:
-        record.row_errors = [0.02]
+        record.row_errors = [0.02 if record.kind == "k2" else 1e-7]
     assert any("in the median row" in problem for problem in report.judge(run).problems)
+
+
+def test_a_rounding_that_shows_in_every_row_of_a_layer_fails() -> None:
+    """A single row may be off by what a flipped bf16 unit costs; a layer whose rows all are has another rounding."""
+    run = outcome()
+    first = next(record for record in run.on["records"] if record.kind == "k1" and record.layer == 1)
+    first.row_errors = [3e-4, 1e-7, 1e-7]
+    assert report.judge(run).problems == []
+    first.row_errors = [1e-3, 1.1e-3, 1e-7]
+    assert report.judge(run).problems == ["layer 1 k1.state: relative error 0.001 in the median row, bound 1e-05"]
+    first.row_errors = [float("nan")]
+    assert any("layer 1 k1.state" in problem for problem in report.judge(run).problems)
+
+
+@pytest.mark.parametrize("arm", ["off", "on"])
+def test_a_stock_kernel_that_did_not_run_fails(arm: str) -> None:
+    run = outcome()
+    del getattr(run, arm)["stock"][report.STOCK_OF_A_STEP[1]]
+    (problem,) = report.judge(run).problems
+    assert problem.startswith(f"plugin {arm}: SGLang's {report.STOCK_OF_A_STEP[1]} ran 0 times, needed: ")
+    run.options = replace(run.options, stock="torch")
+    assert report.judge(run).problems == []
 
 
 def test_choices_of_tied_experts() -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtimes for `simulate`: the launches by their definitions, with one mistake a layer (negative controls)."""
+"""Runtimes for `simulate` with planted mistakes (negative controls): the launches by their definitions, and K1 as
+compiled with another rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from helpers.spec_double import DoubleKernel, DoubleRuntime
@@ -55,3 +58,27 @@ class PadWriter(DoubleRuntime):
         if kernel.kind == "k1" and named["mode"]:
             width = named["core"].shape[0]
             named["core"][named["state_index"][:width] <= 0] = 1.0
+
+
+UNROUNDED_LAYER = 1
+
+
+def unrounded_beta(request: Any) -> Any:
+    """The simulator's runtime, with K1 of layer UNROUNDED_LAYER built to keep beta in float32: SGLang rounds it."""
+    from sgl_amd_mono.common.runtime import simulator_runtime
+
+    runtime = simulator_runtime(request)
+    build, launch = runtime.build, runtime.launch
+    planted: dict[Any, Any] = {}
+
+    def build_with_planted(keys: Sequence[Any]) -> list[Any]:
+        fronts = [key for key in keys if key.launch == "k1" and not key.first_layer]
+        planted.update(zip(fronts, build([replace(key, round_beta=False) for key in fronts]), strict=True))
+        return build(keys)
+
+    def launch_planted(kernel: Any, args: Sequence[Any]) -> None:
+        slot = args[[name for name, _ in kernel.key.abi].index("layer_slot")]
+        launch(planted[kernel.key] if kernel.key.launch == "k1" and slot == UNROUNDED_LAYER else kernel, args)
+
+    runtime.build, runtime.launch = build_with_planted, launch_planted
+    return runtime
