@@ -96,8 +96,8 @@ def test_each_planted_mistake_is_seen_where_it_is(on_arm: OnArm) -> None:
 def test_a_rounding_that_sglang_does_not_share_is_seen(on_arm: OnArm) -> None:
     """K1 as compiled, but beta of one layer is left in float32: SGLang's packed decode kernel rounds it to bf16."""
     problems = report.judge(on_arm("simulate_double:unrounded_beta")).problems
-    assert len(problems) == 1
-    assert problems[0].startswith(f"layer {UNROUNDED_LAYER} k1.state: relative error ")
+    (seen,) = [problem for problem in problems if "k1" in problem]
+    assert seen.startswith(f"layer {UNROUNDED_LAYER} k1.state: relative error ")
 
 
 def test_a_pad_row_that_is_written_is_seen(on_arm: OnArm) -> None:
