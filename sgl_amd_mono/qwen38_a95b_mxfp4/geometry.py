@@ -12,7 +12,7 @@ MFMA_K = 32  # columns of one bf16 MFMA step
 MX_BLOCK = 32  # columns that share one e8m0 scale
 MAX_ROWS = 8  # most rows of a decode step that the launches serve
 NORM_COLUMNS = 128  # columns of one partial of a norm's sum of squares
-Z_SUM_COLUMNS = 32  # columns of one sum of squares that a layer tail leaves to the next layer's norm
+Z_SUM_COLUMNS = 8  # columns of one sum of squares that a layer tail leaves to the next layer's norm
 GDN_UNIT_ROWS = 8  # value (V) rows of the state that one wave updates
 
 
@@ -86,8 +86,10 @@ class Geometry(BaseGeometry):
         divide("hidden / (8 waves x 128 columns of a norm partial)", self.hidden, waves * NORM_COLUMNS)
         partials = self.norm_partials
         require(partials <= 64, f"hidden / 128 = {partials} norm partials, one wave sums at most 64")
-        sums = self.z_sums
-        require(sums & (sums - 1) == 0 and sums <= 256, f"hidden / 32 = {sums} sums of z^2, a wave adds 2^n <= 256")
+        sums, lanes = self.z_sums, 64
+        require(
+            sums & (sums - 1) == 0 and sums >= lanes, f"hidden / 8 = {sums} sums of z^2, a wave adds 2^n >= {lanes}"
+        )
         divide("key heads / tp", self.key_heads_total, self.tp)
         divide("value heads / tp", self.value_heads_total, self.tp)
         divide("value heads / key heads", self.value_heads_total, self.key_heads_total)

@@ -101,7 +101,7 @@ class WidthLaunches:
         k2: layer -> bound K2.
         hidden: bf16 [w, H], K2's output.
         residuals: two bf16 [w, H]: a launch reads one and writes the other.
-        z: f32 [w, H], hidden + residual as K2 leaves it to the next K1; squares: its sums, f32 [w, H / 32].
+        z: f32 [w, H], hidden + residual as K2 leaves it to the next K1; squares: sums of its squares, f32 [w, H / 8].
         core: bf16 [w, core width], K1's output.
         row_index: int32 [w], in a verify step the state index of each row's request.
     """

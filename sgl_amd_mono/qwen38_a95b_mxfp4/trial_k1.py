@@ -65,9 +65,11 @@ def projection(
 
 
 def left_by_k2(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """z = hidden + residual, f32 [S, H], and its sums of squares over 32 columns, f32 [S, H / 32]."""
+    """z = hidden + residual, f32 [S, H], and sums of its squares over 8 columns, f32 [S, H / 8], in K2's order."""
     z = hidden.float() + residual.float()
-    return z, z.square().unflatten(1, (-1, Z_SUM_COLUMNS)).sum(-1)
+    first, second = z.unflatten(1, (-1, Z_SUM_COLUMNS // 4, 2, 2)).unbind(-2)  # [S, sum, P0 or P2, even or odd], P1, P3
+    fused = (first.double().square() + second.square().double()).float().sum(-2)
+    return z, fused.sum(-1)
 
 
 @dataclass

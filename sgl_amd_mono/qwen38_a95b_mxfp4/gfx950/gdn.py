@@ -19,7 +19,7 @@ finish_unit        waves with a unit    "onrm": the head's sums, z  core row, st
 
 A *unit* is (row of the step, value head, 8 value rows of the state); one wave computes one unit alone, so nothing but
 the two mailbox hops lies between the projections and the core. The K2 before leaves z = hidden + residual in f32 and
-its sums of squares (`z`, `squares`), so every workgroup norms every row itself at three instructions a column pair, and
+sums of its squares (`z`, `squares`), so every workgroup norms every row itself at three instructions a column pair, and
 no hop carries the norm; a first layer (and an `own_norm` build) forms z and its squares from hidden (and residual).
 Every unit recomputes the q and k convolution of its key head (no hop). q and k conv windows are read by all units of a
 key head and written by one, its *owner* (first value head, first unit), after every one of those units has published
@@ -31,9 +31,9 @@ w * hidden/8 .. of every row, in the norm as in the products, so x goes through 
 
 Order of every float32 sum (none depends on the width or on another row):
 
-* norm, given sums of 32 columns: four adjacent ones as (0 + 1) + (2 + 3), then lanes at distance 1, 2, .. 32. Own sums:
-  a lane's columns in pairs (even and odd columns apart, ascending, fused), even + odd, lanes at distance 1, 2, .. 32,
-  then waves at distance 1, 2, 4
+* norm, in the order of SGLang's kernel at hidden 8192: squares of 8 columns, as pairs P0 .. P3, fma(P0, P0, P1 P1) +
+  fma(P2, P2, P3 P3), then even + odd; these sums, numbered along the row, at distance 8, 4, 2, 1, 16, 32, 512, 256,
+  128, 64. Smaller rows have fewer of the distances (a few columns a lane: another order where z is formed here)
 * in_proj: MFMA steps ascending inside a wave's columns, waves 0..7 in order; slices of LEFT at distance 2, 1, 4 and of
   BA at distance 1, 2, 4, 8 (in slices)
 * conv: four bf16 products left to right; q and k norms, state rows times k and q: a lane's four columns as
@@ -61,6 +61,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     MAX_ROWS,
     MFMA_ROWS,
     MX_BLOCK,
+    Z_SUM_COLUMNS,
     Geometry,
 )
 
@@ -249,7 +250,7 @@ def lds_layout(key: GdnKey) -> dict[str, int]:
     g, s = key.geometry, key.width
     layout = {
         "DEAD": 16,
-        "NORM": s * F32_BYTES if key.given_z else s * g.waves * F32_BYTES,
+        "NORM": s * F32_BYTES if key.given_z else s * 2 * g.waves * F32_BYTES,
         "ACC": in_proj_tasks(g) * g.waves * s * MFMA_ROWS * F32_BYTES,
         "X": s * (g.hidden * BF16_BYTES + X_PAD_BYTES),
     }
@@ -494,7 +495,8 @@ class _Front:
         return [value] if count == 1 else [self.d.vector_element(value, i) for i in range(count)]
 
 
-QUAD_XOR_1, QUAD_XOR_2 = 0b10_11_00_01, 0b01_00_11_10  # DPP quad_perm: lane ^ 1, lane ^ 2
+QUAD_XOR_1, QUAD_XOR_2, QUAD_XOR_3 = 0b10_11_00_01, 0b01_00_11_10, 0b00_01_10_11  # DPP quad_perm: lane ^ 1, 2, 3
+ROW_HALF_MIRROR = 0x141  # DPP: lane ^ 7
 ROW_ROTATE = 0x120  # DPP row_ror, + n: lane - n inside a row of 16
 
 
@@ -949,40 +951,75 @@ def norm_scales(c: _Front, rows: Rows) -> list[Any]:
 
 
 def _rstd(c: _Front, total: Any) -> Any:
+    """1 / sqrt(mean + eps), the division rounded correctly."""
     d, g = c.d, c.g
-    return d.rsq(d.fma(total, d.F32(1.0 / g.hidden), d.F32(g.eps)))
+    return d.F32(1.0) / d.sqrt(d.fma(total, d.F32(1.0 / g.hidden), d.F32(g.eps)))
 
 
 def _given_scales(c: _Front) -> list[Any]:
     d, g = c.d, c.g
-    lanes = min(WAVE, g.z_sums)
-    each = g.z_sums // lanes
+    each = g.z_sums // WAVE
     with d.if_(d.compare("ult", c.wave, d.I32(c.rows))):
-        at = c.wave * (g.z_sums * F32_BYTES) + (c.lane & (lanes - 1)) * (each * F32_BYTES)
-        words = c.words(d.load(c.a["squares"], at, d.I32 if each == 1 else d.vec(d.I32, each)), each)
+        words: list[Any] = []
+        piece = min(each, 4)
+        like = d.I32 if piece == 1 else d.vec(d.I32, piece)
+        for first in range(0, each, piece):
+            at = c.wave * (g.z_sums * F32_BYTES) + c.lane * (each * F32_BYTES) + first * F32_BYTES
+            words += c.words(d.load(c.a["squares"], at, like), piece)
         sums = [d.bitcast(word, d.F32) for word in words]
-        while len(sums) > 1:
-            sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
-        rstd = _rstd(c, d.wave_sum(sums[0], lanes))
+        while len(sums) > 1:  # distance 8, 4, 2, 1
+            half = len(sums) // 2
+            sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+        total = sums[0] + d.dpp(sums[0], QUAD_XOR_1)
+        total = total + d.dpp(total, QUAD_XOR_2)
+        for halves in (d.wave_halves, d.row_pairs):
+            low, high = halves(total)
+            total = low + high
+        rstd = _rstd(c, _row_sum(c, total))
         with d.if_(d.compare("eq", c.lane, d.I32(0))):
             c.lds["NORM"].store(rstd, c.wave * F32_BYTES)
     c.sync.leave_if_failed()
     return [c.lds["NORM"].load(t * F32_BYTES, d.F32) for t in range(c.rows)]
 
 
+def _row_sum(c: _Front, value: Any) -> Any:
+    """Sum at distance 8, then 4, in rows of 16 lanes."""
+    value = value + c.d.dpp(value, ROW_ROTATE + 8)
+    return value + c.d.dpp(value, ROW_ROTATE + 4)
+
+
 def _own_scales(c: _Front, rows: Rows) -> list[Any]:
+    """NORM[row][wave][half]: sums of a wave's lanes 0..31 and 32..63."""
     d, g = c.d, c.g
+    pairs = Z_SUM_COLUMNS // 2
     for t, z in enumerate(rows.z):
-        total = z[0] * z[0]
-        for value in z[1:]:
-            total = c.fma2(value, value, total)
-        total = d.wave_sum(d.vector_element(total, 0) + d.vector_element(total, 1))
-        with d.if_(d.compare("eq", c.lane, d.I32(0))):
-            c.lds["NORM"].store(total, (c.wave + t * g.waves) * F32_BYTES)
+        parts = []
+        for first in range(0, len(z), pairs):
+            fused = [
+                c.fma2(a, a, b * b) for a, b in zip(z[first : first + pairs : 2], z[first + 1 : first + pairs : 2])
+            ]
+            total = sum(fused[1:], fused[0]) if fused else z[0] * z[0]
+            part = d.vector_element(total, 0) + d.vector_element(total, 1)
+            part = part + d.dpp(d.dpp(part, ROW_HALF_MIRROR), QUAD_XOR_3)  # distance 4
+            part = part + d.dpp(part, QUAD_XOR_2)
+            parts.append(part + d.dpp(part, QUAD_XOR_1))
+        total = sum(parts[1:], parts[0])
+        total = total + d.dpp(total, ROW_ROTATE + 8)
+        low, high = d.row_pairs(total)
+        with d.if_(d.compare("eq", c.lane & (HALF - 1), d.I32(0))):
+            half = d.shift_right_logical(c.lane, d.I32(5))
+            c.lds["NORM"].store(low + high, (c.wave * 2 + half + t * 2 * g.waves) * F32_BYTES)
     c.sync.leave_if_failed()
-    part = d.select(d.compare("ult", c.lane, d.I32(c.rows * g.waves)), c.lane, d.I32(0))
-    rstd = _rstd(c, d.wave_sum(c.lds["NORM"].load(part * F32_BYTES, d.F32), g.waves))
-    return [d.bitcast(d.read_lane(d.bitcast(rstd, d.I32), t * g.waves), d.F32) for t in range(c.rows)]
+    scales = []
+    for first in range(0, c.rows, WAVE // MFMA_ROWS):  # four rows' 16 sums at a time
+        place = c.lane + first * 2 * g.waves
+        place = d.select(d.compare("ult", place, d.I32(c.rows * 2 * g.waves)), place, d.I32(0))
+        total = _row_sum(c, c.lds["NORM"].load(place * F32_BYTES, d.F32))
+        total = total + d.dpp(total, QUAD_XOR_2)
+        rstd = d.bitcast(_rstd(c, total + d.dpp(total, QUAD_XOR_1)), d.I32)
+        count = min(c.rows - first, WAVE // MFMA_ROWS)
+        scales += [d.bitcast(d.read_lane(rstd, t * 2 * g.waves), d.F32) for t in range(count)]
+    return scales
 
 
 def normalise(c: _Front, rows: Rows, rstd: list[Any], weights: Weights) -> None:

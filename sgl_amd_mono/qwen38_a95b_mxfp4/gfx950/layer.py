@@ -53,7 +53,7 @@ ABI: Abi = (
     ("out", "ptr"),  # bf16 [S, H], written
     ("residual_out", "ptr"),  # bf16 [S, H], written
     ("next_z", "ptr"),  # f32 [S, H], written: out + residual_out, what the next layer's norm starts from
-    ("next_squares", "ptr"),  # f32 [S, H/32], written: sums of its squares over 32 columns
+    ("next_squares", "ptr"),  # f32 [S, H/8], written: sums of its squares over 8 columns
     ("w_o", "ptr"),  # bf16 [H, core]
     ("norm_w", "ptr"),  # bf16 [H], applied as 1 + w
     ("w_router", "ptr"),  # bf16 [E, H]; a rank reads its E/tp rows
@@ -88,7 +88,7 @@ SLOT_BASE = 128  # tag slot of layer 0
 WAVES = 8
 LANES = 64
 THREADS = WAVES * LANES
-WORKGROUP_COLUMNS = Z_SUM_COLUMNS  # hidden columns of one workgroup: two MFMA tiles, one MX block
+WORKGROUP_COLUMNS = 32  # hidden columns of one workgroup: two MFMA tiles, one MX block
 TILES = WORKGROUP_COLUMNS // MFMA_ROWS  # tiles of a workgroup's hidden columns
 UNIT_COLUMNS = 8 * LANES  # columns of a row that one wave holds as 8 a lane
 MX_STEP = 128  # columns of one scaled MFMA
@@ -1341,9 +1341,9 @@ def publish_output(k: _Launch) -> None:
 def final_sum(k: _Launch) -> None:
     """Thread (row, column pair) of the workgroup's 32 columns waits for FINAL; f32 sum in rank order, bf16 to out.
 
-    Leaves z = out + residual_out (f32) and the 32 columns' sum of its squares (a pair's even + odd, then pairs at
-    distance 1, 2, 4, 8) to the next launch, whose norm starts from them. The residual was stored before MSQ, which this
-    workgroup has awaited.
+    Leaves z = out + residual_out (f32) and sums of its squares over 8 columns to the next launch, whose norm starts
+    from them. A sum has the order of SGLang's norm: with the column pairs P0 .. P3, fma(P0, P0, P1 P1) +
+    fma(P2, P2, P3 P3), then even + odd. The residual was stored before MSQ, which this workgroup has awaited.
     """
     d, g, s = k.d, k.g, k.s
     pairs = WORKGROUP_COLUMNS // 2
@@ -1358,6 +1358,14 @@ def final_sum(k: _Launch) -> None:
         d.store(total, k.a["out"], at)
         low, high = (a + b for a, b in zip(d.f32_from_bf16_pair(total), d.f32_from_bf16_pair(residual), strict=True))
         d.store(d.vector_from([low, high]), k.a["next_z"], at * 2)
-        squares = d.wave_sum(d.fma(high, high, low * low), pairs)
-        with k.at(k.equal(pair, 0)):
-            d.store(squares, k.a["next_squares"], (t * g.z_sums + k.block) * 4)
+        even, odd = (_squares_of_four_pairs(k, value) for value in (low, high))
+        with k.at(k.equal(pair & (Z_SUM_COLUMNS // 2 - 1), 0)):
+            at = t * g.z_sums + d.unsigned_divide(index, Z_SUM_COLUMNS // 2)[0]
+            d.store(even + odd, k.a["next_squares"], at * 4)
+
+
+def _squares_of_four_pairs(k: _Launch, value: Any) -> Any:
+    """In every fourth lane: v0 v0 + (v1 v1) fused, plus the same of v2 and v3, of four lanes' values."""
+    d = k.d
+    fused = d.fma(value, value, d.wave_xor(value * value, 1))
+    return fused + d.wave_xor(fused, 2)
