@@ -250,3 +250,21 @@ def test_hops() -> None:
     regions = [region.removesuffix(".odd").split(".") for region, _ in chain]
     assert [name for memory, name in regions if memory.startswith("peer")] == ["AR", "RLOG", "FINAL"], chain
     assert [name for memory, name in regions if memory.startswith("scratch")] == ["MSQ", "INTER"], chain
+
+
+@pytest.mark.parametrize("width", [1, 2, pytest.param(3, marks=full)])
+def test_uneven_shares_leave_the_bits(width: int) -> None:
+    """Top 3 of 16 experts on 32 workgroups: the last ones have a routed-up task more and less of the rest.
+
+    Width 8 shares evenly, and agrees with the definition; every other width has its bits.
+    """
+    g = geometry(2).with_(top_k=3, experts=16)
+    own = kb.random_weights(g, WEIGHT_SEED)
+    step = kb.random_inputs(g, ROWS, INPUT_SEED)
+    widest, result = kb.Bench(g, own).run(step), kb.Bench(g, own).run(step.rows(range(width)))
+    want, size = kb.out_given_stages(widest, step)
+    assert_ulps(widest.out[0], want, 2, 0.01, "out", size)
+    for rank in range(2):
+        assert torch.equal(result.out[rank], widest.out[0][:width])
+        assert torch.equal(result.residual[rank], widest.residual[0][:width])
+        assert torch.equal(result.logits(rank), widest.logits(0)[:width])

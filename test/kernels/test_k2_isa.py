@@ -16,6 +16,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
     ABI,
     WAITS,
     LayerKey,
+    Plan,
     peer_bytes,
     peer_regions,
     scratch_bytes,
@@ -142,3 +143,55 @@ def test_a_lost_wait_ends_the_process_in_a_stop_build(geometry: Geometry) -> Non
     # The kernel's own end may stand between the leaving paths, in a block of its own.
     assert isa_text.leaves_without_fault(stop.isa) in ([], [[]])
     assert len(isa_text.leaves_without_fault(kb.artifact(geometry, 1).isa)) > len(WAITS)
+
+
+def shares(plan: Plan, workgroup: int) -> tuple[int, int, int]:
+    """(output projection tasks, whole rows of the shared expert, further rows) of a workgroup, from the plan."""
+    each, more, few = plan.project_tasks
+    tasks = each + (workgroup < more) if workgroup < plan.light_blocks else few
+    shared = plan.shared_rows if workgroup < plan.shared_blocks else 0
+    extra = plan.extra_blocks
+    numbers = range(extra.stop - 1 - workgroup, plan.geometry.router_rows + 1, len(extra))
+    return tasks, shared, len(numbers) if workgroup in extra else 0
+
+
+UNEVEN = Geometry.small(2).with_(top_k=3, experts=16)
+
+
+@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(1), Geometry.small(2), UNEVEN])
+@pytest.mark.parametrize("width", range(1, 9))
+def test_the_shares_of_the_workgroups_are_the_whole(geometry: Geometry, width: int) -> None:
+    plan = Plan(geometry, width)
+    tasks, shared, extra = (
+        sum(column) for column in zip(*(shares(plan, b) for b in range(geometry.blocks)), strict=True)
+    )
+    assert tasks == geometry.hidden // 16
+    assert shared == 2 * geometry.shared_intermediate
+    assert extra == geometry.router_rows + 1  # and the shared gate's
+    for workgroup in range(geometry.blocks):
+        own = shares(plan, workgroup)
+        assert own[0] <= plan.project_tiles
+        assert own[1] + own[2] <= plan.rows
+
+
+MOST_OVER_MEAN = 1.15
+# Fewest different experts for which the balance is promised: 4 % below the mean of independent rows (512, top 10).
+LIKELY = {width: int(0.96 * 512 * (1 - (1 - 10 / 512) ** width)) for width in range(1, 9)}
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_workgroups_stream_the_same_weight_bytes(width: int) -> None:
+    """Most over mean, weights only, over every number of experts from the likely ones to the most."""
+    plan, g = Plan(TRUE, width), TRUE
+    fewest = plan.slots if width == 1 else LIKELY[width]  # a row picks ten different ones
+    for slots in range(fewest, plan.slots + 1):
+        tasks = slots * plan.mx_blocks
+        streamed = []
+        for b in range(g.blocks):
+            project, shared, extra = shares(plan, b)
+            up = len(range(g.blocks - 1 - b, tasks, g.blocks))
+            down = 32 * (2 * g.shared_intermediate + slots * (g.moe_intermediate // 2 + g.moe_intermediate // 32))
+            streamed.append(
+                project * plan.project_tile_bytes + (shared + extra) * 2 * g.hidden + up * plan.up_task_bytes + down
+            )
+        assert max(streamed) <= MOST_OVER_MEAN * sum(streamed) / g.blocks, f"{slots} experts"

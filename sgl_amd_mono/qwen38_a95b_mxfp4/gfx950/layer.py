@@ -9,7 +9,7 @@ hand-off       value                                                   written b
 AR             bf16 pairs of the output projection's partials          every workgroup, to every rank       cross 1
 Z, MSQ         z rows as scaled f16; sums of squares, also their flag  the H/128 workgroups of the norm     device 1
 RLOG           bf16 logits of two rows                                 a workgroup an expert, to all ranks  cross 2
-SHARED, GATE   shared expert's activation, its sigmoid gate            every workgroup; one workgroup       device
+SHARED, GATE   shared expert's activation, its sigmoid gate            `shared_blocks`; one workgroup       device
 INTER          routed intermediates: MXFP4 words and codes             a workgroup a (slot, 32 columns)     device 2
 FINAL          bf16 pairs of the rank's partial output                 every workgroup, to every rank       cross 3
 =============  ======================================================  ===================================  =========
@@ -93,6 +93,7 @@ TILES = WORKGROUP_COLUMNS // MFMA_ROWS  # tiles of a workgroup's hidden columns
 UNIT_COLUMNS = 8 * LANES  # columns of a row that one wave holds as 8 a lane
 MX_STEP = 128  # columns of one scaled MFMA
 SCALE_STEP = 256  # columns that one shuffled scale word covers
+PROJECT_TILES_MAX = 4  # output projection tasks of a workgroup that its registers hold
 ROUTE_WORDS = 16  # words of one row in the route tables
 NOT_PICKED = 0xF  # nibble of a row that did not pick a slot's expert
 INTER_WORDS = 4  # words of 8 e2m1 in one MX block
@@ -206,26 +207,71 @@ class Plan:
         require(g.tp <= MAX_ROWS, f"tp = {g.tp}, at most {MAX_ROWS}")
         require(g.norm_partials <= g.blocks, f"{g.norm_partials} norm workgroups > {g.blocks}")
 
-    # ---- output projection
+    # ---- balance: a step of the most slots gives the last workgroups one routed-up task more than the others
     @property
-    def project_blocks(self) -> int:
-        """Workgroups with output projection tasks: those that get no routed-up task, where these are the larger part.
+    def light_blocks(self) -> int:
+        """Workgroups that never get that task more; the others are the last ones."""
+        g = self.geometry
+        return g.blocks - self.slots * self.mx_blocks % g.blocks
 
-        So every workgroup streams about the same bytes at one row, where the routed-up tasks do not go round.
+    @property
+    def up_task_bytes(self) -> int:
+        """Weight bytes of a routed-up task."""
+        h = self.geometry.hidden
+        return 2 * WORKGROUP_COLUMNS * (h // 2 + h // MX_BLOCK)
+
+    @property
+    def project_tile_bytes(self) -> int:
+        """Weight bytes of an output projection task."""
+        return MFMA_ROWS * 2 * self.geometry.core_width
+
+    @cached_property
+    def project_tasks(self) -> tuple[int, int, int]:
+        """(a, r, h): of the output projection's tasks of 16 hidden columns workgroup b < light_blocks has a + 1 where
+        b < r, else a; the others have h each.
+
+        The choice that makes the most bytes of a workgroup, with its routed-up task, smallest; at most
+        PROJECT_TILES_MAX tasks a workgroup, for the registers.
         """
-        free = self.geometry.blocks - self.slots * self.mx_blocks
-        return free if 2 * free >= self.geometry.blocks else self.geometry.blocks
-
-    @property
-    def project_tasks(self) -> tuple[int, int]:
-        """(a, r): workgroup b computes a + 1 tasks of 16 hidden columns where b < r, else a."""
-        return divmod(self.geometry.hidden // MFMA_ROWS, self.project_blocks)
+        g, light = self.geometry, self.light_blocks
+        choices = []
+        for few in range(PROJECT_TILES_MAX + 1):
+            rest = g.hidden // MFMA_ROWS - few * (g.blocks - light)
+            most = -(-rest // light)
+            if 0 <= most <= PROJECT_TILES_MAX:
+                up = self.up_task_bytes if light < g.blocks else 0
+                most_bytes = max(up + few * self.project_tile_bytes, most * self.project_tile_bytes)
+                choices.append((most_bytes, few, *divmod(rest, light)))
+        _, few, each, more = min(choices)
+        return each, more, few
 
     @property
     def project_tiles(self) -> int:
         """Most output projection tasks of a workgroup."""
-        each, more = self.project_tasks
-        return each + (more > 0)
+        each, more, few = self.project_tasks
+        return max(each + (more > 0), few)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Workgroups 0 .. with columns of the shared expert: half of all, where the light ones past them suffice for
+        the further rows (two each), so that whoever has a routed-up task more has no whole rows."""
+        g, light = self.geometry, self.light_blocks
+        half = g.blocks // 2
+        fits = 2 * g.shared_intermediate // g.blocks * self.row_pairs <= LANES
+        return half if fits and light < g.blocks and 2 * (light - half) > g.router_rows else g.blocks
+
+    @property
+    def splits_rows(self) -> bool:
+        """No workgroup has both rows of the shared expert and further rows."""
+        return self.shared_blocks < self.geometry.blocks
+
+    @property
+    def extra_blocks(self) -> range:
+        """Workgroups with further rows (router rows of the rank, the shared gate's): light ones, where enough."""
+        g, light = self.geometry, self.light_blocks
+        if self.splits_rows:
+            return range(self.shared_blocks, light)
+        return range(light if light > g.router_rows else g.blocks)
 
     # ---- norm and shared expert
     @property
@@ -255,8 +301,8 @@ class Plan:
 
     @property
     def shared_columns(self) -> int:
-        """Columns of the shared expert's intermediate that a workgroup computes."""
-        return self.geometry.shared_intermediate // self.geometry.blocks
+        """Columns of the shared expert's intermediate that one of `shared_blocks` computes."""
+        return self.geometry.shared_intermediate // self.shared_blocks
 
     @property
     def shared_rows(self) -> int:
@@ -266,7 +312,17 @@ class Plan:
     @property
     def extra_rows(self) -> int:
         """Most further rows of a workgroup: the rank's router rows and the shared gate's."""
-        return -(-(self.geometry.router_rows + 1) // self.project_blocks)
+        return -(-(self.geometry.router_rows + 1) // len(self.extra_blocks))
+
+    @property
+    def first_extra(self) -> int:
+        """Number of the first further row among a workgroup's rows."""
+        return 0 if self.splits_rows else self.shared_rows
+
+    @property
+    def rows(self) -> int:
+        """Most whole rows of a workgroup; row n is held by wave group n % wave_groups."""
+        return max(self.shared_rows, self.first_extra + self.extra_rows)
 
     # ---- experts
     @property
@@ -431,7 +487,7 @@ class _Launch:
             "table": 8 * p.slots,  # slot -> (expert, nibble t: the pick of row t, or NOT_PICKED)
             # cross-wave sums of the output projection, then of the shared down
             "partial": WAVES * max(TILES, p.project_tiles) * s * MFMA_ROWS * 4,
-            "dots": (p.shared_rows + p.extra_rows) * s * p.unit_waves * 4,
+            "dots": p.rows * s * p.unit_waves * 4,
             "x_words": s * up_row,  # x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
             "up": WAVES * 2 * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of w13: gate tiles, then up tiles
@@ -563,12 +619,15 @@ def project(k: _Launch) -> list[Any]:
 def _project_share(k: _Launch) -> tuple[Any, Any]:
     """(first task, number of tasks) of this workgroup; the number is None where it is the same for all."""
     d, p = k.d, k.plan
-    each, more = p.project_tasks
-    if not more and p.project_blocks == k.g.blocks:
+    each, more, few = p.project_tasks
+    if not more and (few == each or p.light_blocks == k.g.blocks):
         return k.block * each, None
-    extra = d.select(k.below(k.block, more), k.block, d.I32(more))
-    count = d.select(k.below(k.block, more), d.I32(each + 1), d.I32(each))
-    return k.block * each + extra, d.select(k.below(k.block, p.project_blocks), count, d.I32(0))
+    is_light = k.below(k.block, p.light_blocks)
+    has_more = k.below(k.block, more)
+    first = k.block * each + d.select(has_more, k.block, d.I32(more))
+    count = d.select(has_more, d.I32(each + 1), d.I32(each))
+    heavy_first = p.light_blocks * each + more + (k.block - p.light_blocks) * few
+    return d.select(is_light, first, heavy_first), d.select(is_light, count, d.I32(few))
 
 
 def publish_projection(k: _Launch, tiles: list[Any]) -> None:
@@ -645,42 +704,50 @@ def _z_exponent(k: _Launch, total: Any) -> Any:
 
 @dataclass
 class _RowWeights:
-    """Weights of whole hidden rows in registers: [row][unit] of 8 bf16 a lane, and the norm's for the same columns."""
+    """Weights of whole hidden rows in registers: [row of the wave][unit] of 8 bf16 a lane, and the norm's."""
 
     norm: list[Any]
-    shared: list[list[Any]]
-    extra: list[list[Any]]
+    rows: list[list[Any]]
 
 
 def load_row_weights(k: _Launch) -> _RowWeights:
-    """Issue the loads of the shared expert's gate and up rows and of this workgroup's router row (all workgroups).
+    """Issue the loads of the workgroup's rows: the shared expert's gate rows, its up rows, then router rows.
 
     A wave holds `wave_units` units of 512 columns of each of its rows, 8 columns a lane. Rows that a workgroup does
     not have are read past the end of a buffer of no bytes: they request nothing and give zeros.
     """
-    d, p, g = k.d, k.plan, k.g
-    words = d.vec(d.I32, 4)
+    d, p = k.d, k.plan
     columns = [_unit_column(k, j) for j in range(p.wave_units)]
-    norm_weights = [d.load(k.a["norm_w"], c * 2, words) for c in columns]
-    wave_group = k.wave >> (p.unit_waves.bit_length() - 1)
-    shared = []
-    for m in range(p.shared_rows // p.wave_groups):
-        row = m * p.wave_groups + wave_group  # gate rows first: shared_columns is a multiple of wave_groups
-        up = m * p.wave_groups >= p.shared_columns
-        base = k.block * p.shared_columns + (g.shared_intermediate - p.shared_columns if up else 0)
-        shared.append([d.load(k.a["w_sgu"], ((base + row) * g.hidden + c) * 2, words, d.NT) for c in columns])
-    extra = []
-    for i in range(p.extra_rows):
-        row = _extra_row(k, i)
-        mine = k.equal(wave_group, i % p.wave_groups) & d.compare("ule", row, d.I32(g.router_rows))
-        own_row = d.select(mine, row, d.I32(0))
-        router_row = d.zext(k.a["rank"] * g.router_rows + own_row, d.I64) * d.I64(2 * g.hidden)
-        is_gate = k.equal(row, g.router_rows)
-        base = d.select(is_gate, k.a["w_sg"], k.a["w_router"] + router_row)
-        size = d.select(mine, d.I32(2 * g.hidden), d.I32(0))
-        buffer = d.Buffer(base, size)
-        extra.append([buffer.load(c * 2, words, d.NT) for c in columns])
-    return _RowWeights(norm_weights, shared, extra)
+    norm_weights = [d.load(k.a["norm_w"], c * 2, d.vec(d.I32, 4)) for c in columns]
+    return _RowWeights(norm_weights, [_load_row(k, m, columns) for m in range(-(-p.rows // p.wave_groups))])
+
+
+def _load_row(k: _Launch, m: int, columns: list[Any]) -> list[Any]:
+    """Units of row m of this wave."""
+    d, p, g = k.d, k.plan, k.g
+    first, row = m * p.wave_groups, _wave_row(k, m)
+    choices = []  # (base, present) of what the row is
+    if first < p.shared_rows:
+        up = first >= p.shared_columns  # gate rows first: shared_columns is a multiple of wave_groups
+        start = k.block * p.shared_columns + (g.shared_intermediate - p.shared_columns if up else 0)
+        offset = d.zext((start + row) * (2 * g.hidden), d.I64)
+        choices.append((k.a["w_sgu"] + offset, k.below(k.block, p.shared_blocks)))
+    if first + p.wave_groups > p.first_extra:
+        number = _extra_row(k, row - p.first_extra)
+        present = d.compare("ule", number, d.I32(g.router_rows)) & k.below(row - p.first_extra, p.extra_rows)
+        router = d.zext(k.a["rank"] * g.router_rows + d.select(present, number, d.I32(0)), d.I64) * d.I64(2 * g.hidden)
+        choices.append((d.select(k.equal(number, g.router_rows), k.a["w_sg"], k.a["w_router"] + router), present))
+    base, present = choices[0]
+    for other, other_present in choices[1:]:
+        base, present = d.select(present, base, other), present | other_present
+    buffer = d.Buffer(base, d.select(present, d.I32(2 * g.hidden), d.I32(0)))
+    return [buffer.load(c * 2, d.vec(d.I32, 4), d.NT) for c in columns]
+
+
+def _wave_row(k: _Launch, m: int) -> Any:
+    """Number among the workgroup's rows of this wave's row m."""
+    p = k.plan
+    return (k.wave >> (p.unit_waves.bit_length() - 1)) + m * p.wave_groups
 
 
 def _unit_column(k: _Launch, j: int) -> Any:
@@ -689,10 +756,11 @@ def _unit_column(k: _Launch, j: int) -> Any:
     return ((k.wave & (p.unit_waves - 1)) + WAVES * j) * UNIT_COLUMNS + k.lane * 8
 
 
-def _extra_row(k: _Launch, i: int) -> Any:
+def _extra_row(k: _Launch, i: Any) -> Any:
     """This workgroup's i-th further row: a router row of the rank, then the shared gate's, then none."""
-    last = k.plan.project_blocks - 1
-    return k.d.select(k.d.compare("ule", k.block, k.d.I32(last)), last - k.block + (last + 1) * i, k.d.I32(1 << 20))
+    d, some = k.d, k.plan.extra_blocks
+    has = k.below(k.block - some.start, len(some))
+    return d.select(has, some.stop - 1 - k.block + i * len(some), d.I32(1 << 20))
 
 
 def await_norm(k: _Launch) -> None:
@@ -733,7 +801,7 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
         for t in range(s)
     ]
     scale = [[v + d.F32(1.0) for v in _unpack8(k, w)] for w in rows.norm]
-    weights = [[_unpack8(k, w) for w in row] for row in rows.shared + rows.extra]
+    weights = [[_unpack8(k, w) for w in row] for row in rows.rows]
     for t in range(s):
         x = []
         for j, column in enumerate(columns):
@@ -749,7 +817,7 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
                 for v, f in zip(values, factors, strict=True):
                     acc = d.fma(v, f, acc)
             sums.append(d.wave_sum(acc))
-        _store_dots(k, t, sums, len(rows.shared))
+        _store_dots(k, t, sums)
     d.barrier()
     _publish_router(k)
     _publish_shared(k)
@@ -791,21 +859,15 @@ def _keep_x(k: _Launch, t: int, column: Any, words: list[Any], values: list[Any]
             d.store(d.vector_from(words), k.a["scratch"], at)
 
 
-def _store_dots(k: _Launch, t: int, sums: list[Any], shared: int) -> None:
-    """This wave's dot products with row t to LDS f32 [row][t][unit wave]; rows: gates, ups, then the further ones."""
+def _store_dots(k: _Launch, t: int, sums: list[Any]) -> None:
+    """This wave's dot products with row t to LDS f32 [row of the workgroup][t][unit wave]."""
     p = k.plan
-    unit_wave = k.wave & (p.unit_waves - 1)
-    wave_group = k.wave >> (p.unit_waves.bit_length() - 1)
-
-    def put(row: Any, value: Any) -> None:
-        k.dots.store(value, ((row * k.s + t) * p.unit_waves + unit_wave) * 4)
-
     with k.at(k.equal(k.lane, 0)):
-        for m in range(shared):
-            put(wave_group + m * p.wave_groups, sums[m])
-        for i, value in enumerate(sums[shared:]):
-            with k.at(k.equal(wave_group, i % p.wave_groups)):
-                put(k.d.I32(p.shared_rows + i), value)
+        for m, value in enumerate(sums):
+            row = _wave_row(k, m)
+            with k.at(k.below(row, p.rows)):
+                at = ((row * k.s + t) * p.unit_waves + (k.wave & (p.unit_waves - 1))) * 4
+                k.dots.store(value, at)
 
 
 def _dot(k: _Launch, row: Any, t: Any) -> Any:
@@ -834,8 +896,8 @@ def _publish_router(k: _Launch) -> None:
     d, p, g = k.d, k.plan, k.g
     with k.at(k.equal(k.wave, 0)):
         for i in range(p.extra_rows):
-            row = _extra_row(k, i)
-            dot_row = d.I32(p.shared_rows + i)
+            row = _extra_row(k, d.I32(i))
+            dot_row = d.I32(p.first_extra + i)
             with k.at(k.below(row, g.router_rows) & k.below(k.lane, p.row_pairs * g.tp)):
                 to, pair = d.unsigned_divide(k.lane, p.row_pairs)
                 word = _two_rows(k, pair, lambda t, r=dot_row: _dot(k, r, t))
@@ -849,7 +911,8 @@ def _publish_router(k: _Launch) -> None:
 def _publish_shared(k: _Launch) -> None:
     """Wave 1: the shared expert's activation of this workgroup's columns to SHARED [row pair][SI]."""
     d, p, g = k.d, k.plan, k.g
-    with k.at(k.equal(k.wave, 1) & k.below(k.lane, p.row_pairs * p.shared_columns)):
+    here = k.equal(k.wave, 1) & k.below(k.block, p.shared_blocks)
+    with k.at(here & k.below(k.lane, p.row_pairs * p.shared_columns)):
         pair, column = d.unsigned_divide(k.lane, p.shared_columns)
 
         def activation(t: Any) -> Any:
