@@ -20,6 +20,11 @@ from pathlib import Path
 
 #: Read by the plugin itself: spec.py (the contract) and common/state.py (everything else).
 PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton": ("fused_recurrent_gated_delta_rule_packed_decode",),
+    "sglang.kernels.ops.attention.fla.fused_recurrent": (
+        "fused_recurrent_gated_delta_rule_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, "
+        "ssm_state_indices, use_qk_l2norm_in_kernel)",
+    ),
     "sglang.kernels.plugin_kernels.amd.spec": (
         "BACKEND",
         "FLAG",

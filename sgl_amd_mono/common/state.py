@@ -486,6 +486,13 @@ def gdn_core(view: GdnView, hidden: torch.Tensor, forward_batch: Any) -> torch.T
         return view.module.linear_attn(hidden, forward_batch).contiguous()
 
 
+def packed_decode() -> Callable[..., Any]:
+    """The packed decode of the gated delta rule that SGLang's GDN layers call in this process."""
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+
+    return gdn_triton.fused_recurrent_gated_delta_rule_packed_decode
+
+
 def all_reduce(partial: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' partials by SGLang's own all-reduce."""
     from sglang.srt.distributed import tensor_model_parallel_all_reduce

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from sgl_amd_mono.common import state
+from sgl_amd_mono.common import state, stock_probe
 from sgl_amd_mono.common.peer import PeerBuffer
 from sgl_amd_mono.common.refusals import reason
 from sgl_amd_mono.common.runtime import Kernel, Runtime, RuntimeRequest, describe_fault
@@ -312,10 +312,12 @@ def build_step(
     stop: bool,
     name: str,
     verify_tokens: int | None = None,
+    probe: Callable[[torch.device], bool] | None = None,
 ) -> Step:
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
 
-    With `verify_tokens` the server runs verify steps of so many tokens a request, and no K1 is built.
+    With `verify_tokens` the server runs verify steps of so many tokens a request, and no K1 is built. `probe` says
+    whether SGLang's packed decode rounds beta, as K1 then does (default: `stock_probe.rounds_beta`).
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
@@ -325,10 +327,14 @@ def build_step(
     """
     view = state.read_model(model)
     device = next(model.parameters()).device
+    g = geometry
+    probe = probe or (lambda device: stock_probe.rounds_beta(g.key_heads, g.value_heads, g.head_dim, device))
     ssm_dtype = str(state.pool_dtypes(None, hf_config)[1]).removeprefix("torch.")
     runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
 
     with_k1 = verify_tokens is None
+    asks = with_k1 and any(v.kind == "gdn" for v in view.layers)
+    round_beta = agree(group, f"{name}: the probe of SGLang's packed decode", lambda: asks and probe(device))
 
     def k1_key(layer_: state.GdnView, width: int) -> gdn.GdnKey:
         return gdn.GdnKey(
@@ -336,6 +342,7 @@ def build_step(
             width,
             first_layer=layer_.layer == 0,
             state_dtype=ssm_dtype,
+            round_beta=round_beta,
             stop=stop,
             qkvz_format=_format(layer_.qkvz),
             ba_format=_format(layer_.ba),

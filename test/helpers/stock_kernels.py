@@ -29,6 +29,8 @@ decode_attention: grouped-query attention of one token a row over a paged cache.
 (slots, key heads, head) bf16; indptr (rows + 1) int32 and indices int64: the slots of every row; splits (rows) int32,
 of at most max_splits; scale. Gives out (like q).
 
+beta_probe: the plugin's probe of the packed decode (`common.stock_probe`). key_heads, value_heads, head. Gives rounds.
+
 Planted mistakes (`PLANTS`): a copy of SGLang's module with one line changed runs in the place of the original.
 """
 
@@ -306,6 +308,16 @@ def decode_attention(given: dict[str, Any], plant: str | None) -> dict[str, Any]
     return {"out": out}
 
 
+def beta_probe(given: dict[str, Any], plant: str | None) -> dict[str, Any]:
+    import torch
+
+    from sgl_amd_mono.common.stock_probe import rounds_beta
+
+    decode = _module(RECURRENT, plant).fused_recurrent_gated_delta_rule_packed_decode
+    rounds = rounds_beta(given["key_heads"], given["value_heads"], given["head"], torch.device("cpu"), decode)
+    return {"rounds": rounds}
+
+
 def _pretend_gpu() -> None:
     """What the kernels' Python asks of a GPU: its architecture and its number of compute units."""
     import torch
@@ -323,6 +335,7 @@ KERNELS = {
     "gdn_front": gdn_front,
     "gdn_prefill": gdn_prefill,
     "decode_attention": decode_attention,
+    "beta_probe": beta_probe,
 }
 
 

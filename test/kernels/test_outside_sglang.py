@@ -84,6 +84,15 @@ PLANT_TENSORS = {
 }
 
 
+@pytest.mark.xdist_group("stock")
+@pytest.mark.parametrize("shape", noise.SHAPES, ids=SHAPE_IDS)
+def test_the_probe_finds_that_sglang_rounds_beta(shape: noise.Shape) -> None:
+    """The probe that runs when a server starts, on SGLang's kernel and on a copy that does not round."""
+    sizes = {"key_heads": shape.key_heads, "value_heads": shape.value_heads, "head": shape.head}
+    assert run_stock("beta_probe", sizes)["rounds"] is True
+    assert run_stock("beta_probe", sizes, plant="beta not rounded")["rounds"] is False
+
+
 MORE_NOISE = 1.5  # times what is stated, in another draw of the inputs
 
 

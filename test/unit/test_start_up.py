@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_amd_mono.common import state
+from sgl_amd_mono.common import state, stock_probe
 from sgl_amd_mono.common.state import AttentionView, GdnView, ModelView, MoeView
 from sgl_amd_mono.qwen38_a95b_mxfp4 import step
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
@@ -96,17 +96,23 @@ def view() -> ModelView:
     weights = dict.fromkeys(
         ("input_norm", "post_norm", "qkvz", "ba", "conv", "conv_bias", "a_log", "dt_bias", "gated_norm", "out",
          "gated_norm_bias", "gated_norm_groups"))  # fmt: skip
+    weights |= dict.fromkeys(("qkvz", "ba", "out"), torch.zeros(1, dtype=torch.bfloat16))  # their type picks the kernel
     blank = {"module": None, "input_eps": 1e-6, "post_eps": 1e-6, "moe": MoeView(True)}
     gdn = {"conv_activation": "silu", "gated_norm_eps": 1e-6, "gated_norm_activation": "silu",
            "gated_norm_before_gate": True}  # fmt: skip
     layers = [GdnView(layer=i, **blank, **gdn, **weights) for i in range(2)]
     attention = AttentionView(
-        layer=2, core_width=0, has_output_gate=True, out=None, input_norm=None, post_norm=None, **blank
+        layer=2, core_width=0, has_output_gate=True, out=weights["out"], input_norm=None, post_norm=None, **blank
     )
     return ModelView(None, (*layers, attention))
 
 
-def start(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Any]:
+def rounds(device: torch.device) -> bool:
+    """What the probe of SGLang's packed decode finds."""
+    return True
+
+
+def start(monkeypatch: pytest.MonkeyPatch, clock: Clock, probe: Callable[[torch.device], bool] = rounds) -> list[Any]:
     """`build_step` on both ranks, then one launch of a step on each."""
     monkeypatch.setattr(state, "read_model", lambda model: view())
     monkeypatch.setattr(state, "pool_dtypes", lambda cfg, config: (torch.bfloat16, torch.float32))
@@ -118,7 +124,7 @@ def start(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Any]:
             built = step.build_step(
                 model=model, hf_config=None, geometry=GEOMETRY, group=Group(rank, clock),
                 runtime_factory=lambda request: FakeRuntime(request, clock), isa="gfx950", widths=(1, 2),
-                deadline_s=DEADLINE_S, stop=True, name="fake",
+                deadline_s=DEADLINE_S, stop=True, name="fake", probe=probe,
             )  # fmt: skip
             bound = built._widths[1].k2[2]
             built.runtime.launch(bound.kernel, bound.with_args(core=0, residual=0, residual_out=0, row_index=0))
@@ -140,6 +146,35 @@ def test_a_rank_that_compiles_longer_fires_no_deadline(monkeypatch: pytest.Monke
     results = start(monkeypatch, clock)
     assert all(isinstance(result, step.Step) for result in results), results
     assert len(clock.waits) == 1 and clock.fired == []
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_k1_rounds_beta_as_the_probe_finds(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    for built in start(monkeypatch, Clock(), lambda device: found):
+        keys = [bound.kernel.key for at in built._widths.values() for bound in at.k1.values()]
+        assert keys and {key.round_beta for key in keys} == {found}
+
+
+def test_a_probe_that_fails_on_one_rank_ends_the_start_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def probe(device: torch.device) -> bool:
+        asked.append(device)
+        if len(asked) == 1:
+            raise stock_probe.ProbeError("no such kernel")
+        return True
+
+    results = start(monkeypatch, Clock(), probe)
+    assert len(asked) == RANKS and not any(isinstance(result, step.Step) for result in results)
+    # the first rank that raises ends the fake group's exchange, so the other may see that instead
+    assert any("packed decode failed: rank" in str(r) and "ProbeError: no such kernel" in str(r) for r in results)
+
+
+def test_ranks_that_find_different_roundings_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([True, False])
+    results = start(monkeypatch, Clock(), lambda device: next(found))
+    assert not any(isinstance(result, step.Step) for result in results)
+    assert any("launch lists: found rank 0" in str(result) for result in results), results
 
 
 Control = Callable[[pytest.MonkeyPatch], None]
