@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sgl_amd_mono.common.last_words import LastWords
 from sgl_amd_mono.common.refusals import reason
 
 logger = logging.getLogger(__name__)
@@ -320,6 +321,7 @@ class Checker:
         bounds: NUMERICS.
         rank: this rank; rank 0 writes the step lines, every rank its table and its breach.
         capturing: whether a graph is being captured; replaced in tests.
+        last_words: holds the table for an end of the process in which `close` is not called.
     """
 
     def __init__(
@@ -328,9 +330,10 @@ class Checker:
         bounds: Mapping[str, float],
         rank: int = 0,
         capturing: Callable[[], bool] = stream_is_capturing,
+        last_words: LastWords | None = None,
     ) -> None:
         self.comparison, self.report, self.rank = comparison, CheckReport(bounds), rank
-        self.capturing = capturing
+        self.capturing, self._last_words = capturing, last_words
         self.captured: dict[int, list[Kept]] = {}  # graph's batch size -> its launches, in order
         self._recording: list[Kept] | None = None
         self._kept: Kept | None = None
@@ -389,6 +392,8 @@ class Checker:
         line = self.report.end_step()
         if self.rank == 0:
             logger.info(line)
+        if self._last_words is not None:
+            self._last_words.say(self._table())
         if ties := self.report.too_many_ties():
             self._fail([ties])
 
@@ -403,4 +408,9 @@ class Checker:
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
-            logger.info("rank %d: %s", self.rank, self.report.table())
+            logger.info(self._table())
+            if self._last_words is not None:
+                self._last_words.close()
+
+    def _table(self) -> str:
+        return f"rank {self.rank}: {self.report.table()}"

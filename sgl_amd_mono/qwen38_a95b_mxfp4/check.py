@@ -19,6 +19,7 @@ import torch
 
 from sgl_amd_mono.common import state
 from sgl_amd_mono.common.check import Checker, Compared, Kept, row_differences, tied_choices, within
+from sgl_amd_mono.common.last_words import LastWords
 from sgl_amd_mono.common.substitute import replaced
 
 #: Choices of tied experts that are tried for one launch.
@@ -232,7 +233,7 @@ class LayerComparison:
 def attach(step: Any, bounds: Mapping[str, float]) -> Checker:
     """Check every launch of `step`, eager ones at once and captured ones after each replay."""
     group = state.tensor_parallel_group()
-    checker = Checker(LayerComparison(bounds), bounds, rank=group.rank)
+    checker = Checker(LayerComparison(bounds), bounds, rank=group.rank, last_words=LastWords())
     checker.attach(step)
     state.after_replay(step.view.model, checker.replayed)
     return checker

@@ -17,6 +17,10 @@ from typing import Any
 
 import pytest
 from helpers import check_run
+from helpers.engine_stream import TOKENS, serve
+from helpers.fault_runtime import AT_STEP, WRONG_LAYER
+
+from sgl_amd_mono.simulate import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHES = 7  # three GDN layers with K1 and K2, one attention layer with K2
@@ -153,6 +157,36 @@ def test_the_variable_decides_at_start(double: dict[str, Any], simulated: dict[s
     on, off = double["installed"], simulated["installed"]
     assert on["hooks"] == [1, 1, 1] and on["wrapped"] and on["lines"] == 1
     assert off["hooks"] == [0, 0, 0] and not off["wrapped"] and off["lines"] == 0
+
+
+# ---- two ranks in two processes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.write(tmp_path_factory.mktemp("two_ranks") / "model")
+
+
+@pytest.mark.full
+def test_two_ranks_are_within_bounds(tmp_path: Path, model: Path) -> None:
+    """SGLang's Engine: rank 0 writes a line for each decode step, both ranks their table, and the answer is whole."""
+    status, seen, log = serve(tmp_path, model, "none", SGLANG_AMD_MONO_CHECK="1")
+    assert status == 0 and len(seen) == TOKENS + 1, log[-4000:]
+    steps = re.findall(rf"check step (\d+): 1 rows, {LAUNCHES} launches within bounds", log)
+    assert steps == [str(step) for step in range(1, TOKENS)], "the first token is the prefill's"
+    tables = re.findall(r"rank (\d): check mode: (\d+) steps, (\d+) launches, (\d+) rows", log)
+    launches = str((TOKENS - 1) * LAUNCHES)
+    assert sorted(tables) == [(rank, str(TOKENS - 1), launches, launches) for rank in "01"], log[-6000:]
+
+
+@pytest.mark.full
+def test_a_mistake_on_one_rank_stops_both(tmp_path: Path, model: Path) -> None:
+    """What only rank 1 reads wrongly, only rank 1 sees: its line ends the server before a token of the step."""
+    status, seen, log = serve(tmp_path, model, "weight", SGLANG_AMD_MONO_CHECK="1")
+    assert status != 0 and "done" not in seen and len(seen) <= AT_STEP
+    where = rf"layer {WRONG_LAYER}, launch k1, row 0: k1\.core\.cosine = -?0\.\d+, bound 0\.9999"
+    assert re.search(rf"CheckFailed: check mode, rank 1, step {AT_STEP}: {where}", log), log[-6000:]
+    assert "CheckFailed: check mode, rank 0" not in log
 
 
 @pytest.mark.gfx950

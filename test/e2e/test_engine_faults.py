@@ -7,21 +7,15 @@ server's launches end the process by themselves.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.fault_runtime import AT_STEP, FAULT_VARIABLE, LAST_LAYER, STALLED_LAYER
+from helpers.engine_stream import TOKENS, serve
+from helpers.fault_runtime import AT_STEP, LAST_LAYER, STALLED_LAYER
 
-from sgl_amd_mono.simulate import checkpoint, plugin
-
-TEST_FOLDER = Path(__file__).resolve().parents[1]
-PROMPT = [5, 6, 7, 8, 9]
-TOKENS = 6
+from sgl_amd_mono.simulate import checkpoint
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("big")]
 
@@ -29,24 +23,6 @@ pytestmark = [pytest.mark.full, pytest.mark.xdist_group("big")]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint.write(tmp_path_factory.mktemp("faults") / "model")
-
-
-def serve(folder: Path, model: Path, fault: str) -> tuple[int, list[str], str]:
-    """(exit status, tokens and `done` that the client saw, log) of an Engine that streams one answer."""
-    job = folder / "job.json"
-    job.write_text(json.dumps({"checkpoint": str(model), "ranks": 2, "prompt": PROMPT, "tokens": TOKENS}))
-    environment = plugin.environment(folder / "entry_point", "consistent", 0, (1,), spawned=True)
-    environment |= {
-        plugin.RUNTIME_VARIABLE: "helpers.fault_runtime:factory",
-        FAULT_VARIABLE: fault,
-        "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(TEST_FOLDER)]),
-    }
-    script = TEST_FOLDER / "helpers" / "engine_stream.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(job)], env=environment, capture_output=True, text=True, timeout=1200
-    )
-    seen = [line for line in done.stdout.splitlines() if line.startswith("token ") or line == "done"]
-    return done.returncode, seen, done.stdout + done.stderr
 
 
 def test_without_a_fault_every_token_arrives(tmp_path: Path, model: Path) -> None:

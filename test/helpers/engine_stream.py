@@ -7,8 +7,38 @@ The job names checkpoint, ranks, prompt and tokens to generate; the environment 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+
+TEST_FOLDER = Path(__file__).resolve().parents[1]
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = 6
+
+
+def serve(folder: Path, model: Path, fault: str, **variables: str) -> tuple[int, list[str], str]:
+    """(exit status, tokens and `done` that the client saw, log) of an Engine of two ranks that streams one answer.
+
+    `fault` is one of `fault_runtime`; `variables` are added to its environment.
+    """
+    from helpers.fault_runtime import FAULT_VARIABLE
+
+    from sgl_amd_mono.simulate import plugin
+
+    job = folder / "job.json"
+    job.write_text(json.dumps({"checkpoint": str(model), "ranks": 2, "prompt": PROMPT, "tokens": TOKENS}))
+    environment = plugin.environment(folder / "entry_point", "consistent", 0, (1,), spawned=True)
+    environment |= {
+        plugin.RUNTIME_VARIABLE: "helpers.fault_runtime:factory",
+        FAULT_VARIABLE: fault,
+        "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(TEST_FOLDER)]),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, str(job)], env=environment | variables, capture_output=True, text=True, timeout=1200
+    )
+    seen = [line for line in done.stdout.splitlines() if line.startswith("token ") or line == "done"]
+    return done.returncode, seen, done.stdout + done.stderr
 
 
 def main() -> int:

@@ -4,6 +4,7 @@
 * `stall`: a workgroup of rank 1 never goes on in K2 of layer `STALLED_LAYER`;
 * `last-wait`: what rank 0 sends to rank 1 for the last wait of the step's last launch never arrives: rank 1 alone sees;
 * `raise`: rank 1's Python raises in the layer loop, before K2 of layer `STALLED_LAYER`;
+* `weight`: rank 1's K1 of layer `WRONG_LAYER` reads its projection with the rows rolled (for check mode);
 * `none`: the control.
 """
 
@@ -16,7 +17,7 @@ from sgl_amd_mono.common.runtime import simulator_runtime
 
 FAULT_VARIABLE = "SGLANG_AMD_MONO_TEST_FAULT"
 AT_STEP = 3  # decode steps before it are right: their tokens reach the client
-STALLED_LAYER, LAST_LAYER = 1, 3
+STALLED_LAYER, LAST_LAYER, WRONG_LAYER = 1, 3, 1
 STALLED_WORKGROUP = 5
 MEETING_S = 60.0  # of wall clock, within which a rank that lives comes to a launch
 
@@ -40,6 +41,8 @@ def factory(request: Any) -> Any:
             if runtime.machine is not None and place == ("k2", LAST_LAYER) and fault == "last-wait":
                 for region in ("FINAL", "FINAL.odd"):  # of even and of odd epochs
                     runtime.machine.inject(DropStores(rank=0, to_rank=1, region=region))
+            if place == ("k1", WRONG_LAYER) and fault == "weight" and request.group.rank == 1:
+                args = [value.roll(1, 0) if value is named["w_qkvz"] else value for value in args]
         launch(kernel, args)
 
     runtime.launch = broken
