@@ -43,6 +43,8 @@ def a95b_config() -> dict[str, Any]:
     return shape.hf_config()
 
 
+ONLINE_MXFP4 = "SGLANG_ROCM_GDN_ONLINE_MXFP4"
+
 LAYER_PERIOD = ["linear_attention"] * 3 + ["full_attention"]
 
 SPECULATIVE = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
@@ -82,6 +84,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str], dict[str, str]]] = {
     "ragged verify": ({}, SPECULATIVE, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}),
     "eagle3": ({}, ["--speculative-algorithm", "EAGLE3", *SPECULATIVE[2:]], {}),
     "check mode": ({}, [], {"SGLANG_AMD_MONO_CHECK": "yes"}),
+    "on policy": ({}, ["--rl-on-policy-target", "fsdp", "--attention-backend", "triton"], {}),
     "deterministic": ({}, ["--enable-deterministic-inference", "--attention-backend", "triton"], {}),
     "eplb": ({}, ["--enable-eplb", "--ep-size", "8"], {}),
     "watchdog": ({}, ["--watchdog-timeout", "8"], {}),
@@ -112,6 +115,7 @@ FEATURES: dict[str, tuple[list[str], str]] = {
     "torch compile": (["--enable-torch-compile"], "torch-compiled decode"),
     "hicache": (["--enable-hierarchical-cache"], "KV offload"),
     "single batch overlap": (["--enable-single-batch-overlap"], "two-batch / single-batch overlap"),
+    "indexer top-k": (["--enable-return-indexer-topk"], "--enable-return-indexer-topk"),
 }
 
 
@@ -132,6 +136,15 @@ def arguments_phase(folder: Path) -> dict[str, list[str]]:
         binding.device_isa = lambda isa=isa: isa
         found[name] = _refused(folder / name.replace(" ", "-"), {}, [], {})
     binding.device_isa = lambda: harness.ISA
+    found["features"] = sorted(feature.value for feature in binding.Feature)
+    from sglang.srt import environ
+
+    for name, value in (("online mxfp4", "1"), ("online mxfp4 off", "0")):  # a variable of newer SGLang
+        variable = environ.EnvBool(False)
+        variable.name = ONLINE_MXFP4
+        setattr(type(environ.envs), ONLINE_MXFP4, variable)
+        found[name] = _refused(folder / name.replace(" ", "-"), {}, [], {ONLINE_MXFP4: value})
+    delattr(type(environ.envs), ONLINE_MXFP4)
     from sgl_amd_mono.common import flydsl_version
 
     for name, version in (("no flydsl", None), ("old flydsl", "0.4.0"), ("new flydsl", "0.6.0")):
@@ -178,7 +191,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set a plain attribute of an object; returns what undoes it."""
-    before = owner.__dict__.get(name, getattr(owner, name))
+    held = getattr(owner, "_parameters", {})
+    if name in held:  # a parameter is found before a plain attribute of that name
+        before = held[name]
+        held[name] = value
+        return lambda: held.__setitem__(name, before)
+    before = owner.__dict__.get(name, getattr(owner, name, None))
     object.__setattr__(owner, name, value)
     return lambda: object.__setattr__(owner, name, before)
 
@@ -252,24 +270,40 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
         "gated norm groups": lambda: [_set(g0.norm, "group_size", 64)],
         "gated norm order": lambda: [_set(g0.norm, "norm_before_gate", False)],
         "gated norm activation": lambda: [_set(g0.norm, "activation", "sigmoid")],
+        "gated norm bias": lambda: [_set(g0.norm, "bias", torch.zeros(4))],
         "gated norm eps": lambda: [_set(g0.norm, "eps", 1e-5)],
         "out_proj": lambda: [_weight(g0.out_proj, "weight", lambda t: t.to(torch.uint8))],
         "post norm": lambda: [_weight(layers[1].post_attention_layernorm, "weight", lambda t: t.to(f32))],
         "norm eps": lambda: [_set(layers[1].input_layernorm, "variance_epsilon", 1e-5)],
         "o_proj": lambda: [_weight(a3.o_proj, "weight", lambda t: t.to(f32))],
+        "attention width": lambda: [_set(a3, "q_size", 1024)],
+        "attention post norm": lambda: [_weight(a3.post_attention_layernorm, "weight", lambda t: t.to(f32))],
         "output gate": lambda: [_set(a3, "attn_output_gate", False)],
         "router": lambda: [_weight(mlp.gate, "weight", lambda t: t.to(f32))],
         "shared gate_up": lambda: [_weight(mlp.shared_expert.gate_up_proj, "weight", lambda t: t.to(torch.uint8))],
         "shared down": lambda: [_weight(mlp.shared_expert.down_proj, "weight", lambda t: t[:, :-32])],
         "shared gate": lambda: [_weight(mlp.shared_expert_gate, "weight", lambda t: t.to(f32))],
+        "shared down dtype": lambda: [_weight(mlp.shared_expert.down_proj, "weight", lambda t: t.to(f16))],
+        "no router": lambda: [_set(mlp.gate, "weight", None)],
+        "offloaded": lambda: [_weight(mlp.gate, "weight", lambda t: t.to("meta"))],
+        "dense": lambda: [_absent(mlp, "experts")],
         "fused shared": lambda: [_set(mlp, "enable_shared_expert_fusion", True)],
         "experts bf16": lambda: [_weight(experts, "w13_weight", lambda t: t.to(torch.bfloat16))],
         "experts shape": lambda: [_weight(experts, "w13_weight", lambda t: t[:, :-32])],
         "scale shape": lambda: [_weight(experts, "w2_weight_scale", lambda t: t.reshape(-1, t.shape[-1]))],
         "experts stride": lambda: [_weight(experts, "w2_weight", _strided)],
         "not shuffled": lambda: [_set(experts.w13_weight, "is_shuffled", False)],
+        "half shuffled": lambda: [_set(experts.w2_weight, "is_shuffled", False)],
+        "scale dtype": lambda: [_weight(experts, "w13_weight_scale", lambda t: t.view(torch.int8))],
         "interleaved": lambda: [_interleave(experts.w13_weight)],
+        "padded hidden": lambda: [_set(experts, "hidden_pad", 256)],
         "padded": lambda: [_set(experts, "intermediate_pad", 128)],
+        "not gated": lambda: [_set(experts.moe_runner_config, "is_gated", False)],
+        "weights on the input": lambda: [_set(experts.moe_runner_config, "apply_router_weight_on_input", True)],
+        "alpha": lambda: [_set(experts.moe_runner_config, "gemm1_alpha", 1.702)],
+        "clamp of gemm 1": lambda: [_set(experts.moe_runner_config, "gemm1_clamp_limit", 7.0)],
+        "grouped": lambda: [_set(mlp.topk.topk_config, "use_grouped_topk", True)],
+        "another all-reduce": lambda: [_set(model.model, "flashinfer_mnnvl_cutedsl_fusion", object())],
         "expert activation": lambda: [_set(experts.moe_runner_config, "activation", "gelu")],
         "clamp": lambda: [_set(experts.moe_runner_config, "swiglu_limit", 7.0)],
         "scaling": lambda: [_set(experts.moe_runner_config, "routed_scaling_factor", 2.5)],
@@ -284,6 +318,12 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
             _weight(a3.o_proj, "weight", lambda t: t.to(f32)),
         ],
     }
+
+
+def _absent(module: Any, name: str) -> Callable[[], None]:
+    """Take a submodule away; returns what undoes it."""
+    before = module._modules.pop(name)
+    return lambda: module._modules.__setitem__(name, before)
 
 
 def _interleave(weight: Any) -> Callable[[], None]:

@@ -113,6 +113,15 @@ ARGUMENT_LINES = {
         "SGLANG_AMD_MONO_CHECK: found 'yes'; needed: 1 (check every launch), 0 or unset; "
         "fix: set SGLANG_AMD_MONO_CHECK=1"
     ],
+    "on policy": [
+        "--enable-deterministic-inference needs a BITWISE spec, and this one is not",  # SGLang turns it on with it
+        "--rl-on-policy-target needs a BITWISE spec, and this one is not",
+    ],
+    "online mxfp4": [
+        "SGLANG_ROCM_GDN_ONLINE_MXFP4: found True; needed: False: the kernels read the GDN projections in bfloat16; "
+        "fix: set SGLANG_ROCM_GDN_ONLINE_MXFP4=0"
+    ],
+    "online mxfp4 off": [],
     "deterministic": ["--enable-deterministic-inference needs a BITWISE spec, and this one is not"],
     "watchdog": ["--watchdog-timeout 8 s leaves the waits a deadline under 5 s"],
     "eplb": [
@@ -167,7 +176,14 @@ def test_arguments(arguments: dict[str, list[str]], case: str) -> None:
 
 
 def test_every_argument_case_is_asserted(arguments: dict[str, list[str]]) -> None:
-    assert set(arguments) == set(ARGUMENT_LINES)
+    assert set(arguments) == set(ARGUMENT_LINES) | {"features"}
+
+
+def test_every_feature_that_is_not_accepted_is_refused(arguments: dict[str, list[str]]) -> None:
+    """SGLang's list of features, whole: partitioned GPUs are its check of the compute units."""
+    suffix = " is in use and the spec does not accept it"
+    refused = {line.removesuffix(suffix) for lines in ARGUMENT_LINES.values() for line in lines if line.endswith(suffix)}
+    assert set(arguments["features"]) == refused | {"speculative decoding", "partitioned GPUs"}
 
 
 def weight(where: str, name: str, found: str, needed: str, fix: str = BF16) -> list[str]:
@@ -228,11 +244,14 @@ LOADED_LINES = {
         "layer 0", "linear_attn.norm", "the norm after the gate", "the norm before it", CHECKPOINT
     ),
     "gated norm activation": weight("layer 0", "linear_attn.norm activation", "'sigmoid'", "'swish'", CHECKPOINT),
+    "gated norm bias": weight("layer 0", "linear_attn.norm.bias", "a bias", "no bias", CHECKPOINT),
     "gated norm eps": weight("layer 0", "linear_attn.norm epsilon", "1e-05", "1e-06", CHECKPOINT),
     "out_proj": weight("layer 0", "linear_attn.out_proj.weight", "torch.uint8", "torch.bfloat16"),
     "post norm": weight("layer 1", "post_attention_layernorm.weight", "torch.float32", "torch.bfloat16"),
     "norm eps": weight("layer 1", "input_layernorm epsilon", "1e-05", "1e-06", CHECKPOINT),
     "o_proj": weight("layer 3", "self_attn.o_proj.weight", "torch.float32", "torch.bfloat16"),
+    "attention width": weight("layer 3", "self_attn.o_proj input width", "1024", "2048", CHECKPOINT),
+    "attention post norm": weight("layer 3", "post_attention_layernorm.weight", "torch.float32", "torch.bfloat16"),
     "output gate": weight("layer 3", "self_attn output gate", "none", "an output gate", CHECKPOINT),
     "router": weight("layer 2", "mlp.gate.weight", "torch.float32", "torch.bfloat16"),
     "shared gate_up": weight(
@@ -242,11 +261,20 @@ LOADED_LINES = {
         "layer 2", "mlp.shared_expert.down_proj.weight", "shape [1024, 480]", "shape [1024, 512]"
     ),
     "shared gate": weight("layer 2", "mlp.shared_expert_gate.weight", "torch.float32", "torch.bfloat16"),
+    "shared down dtype": weight(
+        "layer 2", "mlp.shared_expert.down_proj.weight", "torch.float16", "torch.bfloat16"
+    ),
+    "no router": weight("layer 2", "mlp.gate.weight", "no such weight", "torch.bfloat16 [32, 1024]"),
+    "offloaded": weight("layer 2", "mlp.gate.weight", "on meta", "on cpu", "start without CPU offload"),
+    "dense": weight("layer 2", "mlp", "a dense MLP", "a sparse MoE block", CHECKPOINT),
     "fused shared": weight(
         "layer 2", "mlp shared expert", "fused into the routed experts", "a layer of its own",
         "--disable-shared-experts-fusion",
     ),
     "half the experts": weight("layer 2", "mlp.experts on this rank", "16", "all 32", "--ep-size 1"),
+    "padded hidden": weight(
+        "layer 2", "mlp.experts padding", "256 columns of hidden, 0 of the intermediate", "none", CHECKPOINT
+    ),
     "padded": weight(
         "layer 2", "mlp.experts padding", "0 columns of hidden, 128 of the intermediate", "none", CHECKPOINT
     ),
@@ -254,6 +282,17 @@ LOADED_LINES = {
         "layer 2", "mlp.experts.w13 layout", "gate and up interleaved, although is_shuffled is set",
         "gate rows, then up rows", f"set SGLANG_USE_AITER_MOE_GU_ITLV=0, or {NO_FLAG}",
     ),
+    "not gated": weight("layer 2", "mlp.experts activation", "'silu', not gated", "gated 'silu'", CHECKPOINT),
+    "weights on the input": weight(
+        "layer 2", "mlp", "apply_router_weight_on_input = True", "the plain form", CHECKPOINT
+    ),
+    "alpha": weight("layer 2", "mlp", "gemm1_alpha = 1.702", "the plain form", CHECKPOINT),
+    "clamp of gemm 1": weight("layer 2", "mlp", "gemm1_clamp_limit = 7.0", "the plain form", CHECKPOINT),
+    "grouped": weight("layer 2", "mlp", "grouped top-k = True", "the plain form", CHECKPOINT),
+    "another all-reduce": [
+        "model: found the FlashInfer MNNVL CuTe DSL all-reduce fusion is installed; needed: SGLang's own layer "
+        f"boundaries; fix: {NO_FLAG}"
+    ],
     "expert activation": weight("layer 2", "mlp.experts activation", "'gelu'", "gated 'silu'", CHECKPOINT),
     "clamp": weight("layer 2", "mlp", "swiglu_limit = 7.0", "the plain form", CHECKPOINT),
     "scaling": weight("layer 2", "mlp", "routed_scaling_factor = 2.5", "the plain form", CHECKPOINT),
@@ -279,6 +318,8 @@ LOADED_BEGINNINGS = {
     "experts shape": "layer 2: mlp.experts.w13_weight: found shape [32, 992, 512]; needed: shape [32, 1024, 512]; ",
     "scale shape": "layer 2: mlp.experts.w2_weight_scale: found shape [32768, 16]; needed: shape [32, 1024, 16]; ",
     "experts stride": "layer 2: mlp.experts.w2_weight: found strides [278528, 272, 1]; needed: rows stored one after",
+    "half shuffled": "layer 2: mlp.experts layout: found w2 not shuffled (is_shuffled is unset); needed: AITER's",
+    "scale dtype": "layer 2: mlp.experts.w13_weight_scale: found torch.int8; needed: torch.uint8; fix: " + EXPERTS,
     "not shuffled": "layer 2: mlp.experts layout: found w13 not shuffled (is_shuffled is unset); needed: AITER's",
 }
 
