@@ -23,7 +23,6 @@ def serve(folder: Path, model: Path, fault: str, **variables: str) -> tuple[int,
     `fault` is one of `fault_runtime`; `variables` are added to its environment.
     """
     from helpers.fault_runtime import FAULT_VARIABLE
-
     from sgl_amd_mono.simulate import plugin
 
     job = folder / "job.json"

@@ -118,8 +118,8 @@ ARGUMENT_LINES = {
         "--rl-on-policy-target needs a BITWISE spec, and this one is not",
     ],
     "online mxfp4": [
-        "SGLANG_ROCM_GDN_ONLINE_MXFP4: found True; needed: False: the kernels read the GDN projections in bfloat16; "
-        "fix: set SGLANG_ROCM_GDN_ONLINE_MXFP4=0"
+        "SGLANG_ROCM_GDN_ONLINE_MXFP4: found True; needed: False: the kernels read the GDN projections as the "
+        "checkpoint has them; fix: set SGLANG_ROCM_GDN_ONLINE_MXFP4=0"
     ],
     "online mxfp4 off": [],
     "deterministic": ["--enable-deterministic-inference needs a BITWISE spec, and this one is not"],
@@ -182,7 +182,9 @@ def test_every_argument_case_is_asserted(arguments: dict[str, list[str]]) -> Non
 def test_every_feature_that_is_not_accepted_is_refused(arguments: dict[str, list[str]]) -> None:
     """SGLang's list of features, whole: partitioned GPUs are its check of the compute units."""
     suffix = " is in use and the spec does not accept it"
-    refused = {line.removesuffix(suffix) for lines in ARGUMENT_LINES.values() for line in lines if line.endswith(suffix)}
+    refused = {
+        line.removesuffix(suffix) for lines in ARGUMENT_LINES.values() for line in lines if line.endswith(suffix)
+    }
     assert set(arguments["features"]) == refused | {"speculative decoding", "partitioned GPUs"}
 
 
