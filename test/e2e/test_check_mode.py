@@ -185,7 +185,7 @@ def test_a_mistake_on_one_rank_stops_both(tmp_path: Path, model: Path) -> None:
     status, seen, log = serve(tmp_path, model, "weight", SGLANG_AMD_MONO_CHECK="1")
     assert status != 0 and "done" not in seen and len(seen) <= AT_STEP
     where = rf"layer {WRONG_LAYER}, launch k1, row 0: k1\.core\.cosine = -?0\.\d+, bound 0\.9999"
-    assert re.search(rf"CheckFailed: check mode, rank 1, step {AT_STEP}: {where}", log), log[-6000:]
+    assert re.search(rf"CheckFailed: check mode, rank 1, step {AT_STEP}: .*{where}", log), log[-6000:]
     assert "CheckFailed: check mode, rank 0" not in log
 
 
