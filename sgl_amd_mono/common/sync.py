@@ -183,11 +183,16 @@ class Sync:
             d.end_program()
         step = d.load_uniform(epoch, 0, d.I32)
         self.tag = (step & (EPOCH_MODULUS - 1)) * TAG_SLOTS + slot + 1
-        self.peer_base = [d.load_uniform(peers, 8 * r, d.I64) for r in range(ranks)]
+        self._peers = peers
         self.own_base = d.load_uniform(peers, d.zext(rank, d.I64) << d.I64(3), d.I64)
         self._entry_error = d.load(self.own_base, ERROR_OFFSET, d.I32, d.SYSTEM)
         with d.if_(d.compare("eq", d.thread_id(), d.I32(0))):
             dead.store(d.I32(0), 0)
+
+    def peer_base(self, rank: int | Any) -> Any:
+        """Address of that rank's peer buffer, loaded where it is used: all of them held would take 2 SGPRs a rank."""
+        d = self._d
+        return d.load_uniform(self._peers, rank * 8, d.I64)
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
@@ -245,13 +250,19 @@ class Sync:
             with d.if_(d.compare("eq", found, d.I32(0))):
                 record = d.I32(RECORD_OFFSET) + self.rank * (4 * RECORD_WORDS)
                 words = [d.I32(1), self.slot, region, index, self.tag, seen, d.block_id(), self.rank]
-                for base in self.peer_base:
+
+                def write_record(rank: Any) -> None:
+                    base = self.peer_base(rank)
                     for pair in range(RECORD_WORDS // 2):
                         value = _pair(d, words[2 * pair], words[2 * pair + 1])
                         d.store(value, base, record + 8 * pair, d.SYSTEM)
+
+                d.for_range(0, self.ranks, 1, [], write_record)
                 d.wait_stores()
-                for base in self.peer_base:
-                    d.store(self.rank + 1, base, ERROR_OFFSET, d.SYSTEM)
+                d.for_range(
+                    0, self.ranks, 1, [],
+                    lambda rank: d.store(self.rank + 1, self.peer_base(rank), ERROR_OFFSET, d.SYSTEM),
+                )  # fmt: skip
                 d.wait_stores()
         self._leave()
 
@@ -268,8 +279,8 @@ class Sync:
 
     def put_all_ranks(self, offset: int, region: Region, index: Any, value: Any) -> None:
         """``put`` into the same place (``offset`` bytes into the peer buffer) of every rank, own rank included."""
-        for base in self.peer_base:
-            self.put(region, index, value, base=base + self._d.I64(offset))
+        for rank in range(self.ranks):
+            self.put(region, index, value, base=self.peer_base(rank) + self._d.I64(offset))
 
     def poll(self, pairs: Sequence[tuple[Region, Any]], kinds: Sequence[Any] | None = None) -> list[Any]:
         """Wait until all ``pairs`` (region, per-lane index) carry this launch's tag; returns their values.
@@ -364,8 +375,7 @@ class Sync:
                     REGION_EXCHANGE, self.own_base + d.I64(EXCHANGE_OFFSET), system=True, order=marks.order + 1
                 )
                 with d.if_(d.compare("eq", d.lane_id(), d.I32(0))):
-                    for base in self.peer_base:
-                        self.put(exchange, self.rank, d.I32(0), base=base + d.I64(EXCHANGE_OFFSET))
+                    self.put_all_ranks(EXCHANGE_OFFSET, exchange, self.rank, d.I32(0))
                 with d.if_(d.compare("ult", d.lane_id(), d.I32(self.ranks))):
                     self.poll([(exchange, d.lane_id())])
 

@@ -124,7 +124,7 @@ class RingKey(BuildKey):
                 with d.if_(d.compare("eq", block, d.I32(self.blocks - 1))):
                     for other in range(1, self.ranks):
                         with d.if_(d.compare("eq", rank, d.I32(other - 1))):
-                            s.put(token, 0, total, base=s.peer_base[other] + d.I64(FAULT_BLOCK_BYTES))
+                            s.put(token, 0, total, base=s.peer_base(other) + d.I64(FAULT_BLOCK_BYTES))
                 shared.store(total, 0)
             s.barrier()
             total = shared.load(0, d.F32)

@@ -47,8 +47,9 @@ def test_scopes_of_hand_offs(geometry: Geometry) -> None:
     isa = kb.artifact(geometry, 1).isa
     pairs = re.findall(r"global_(load|store)_dwordx2 [^\n]*?((?: sc0)?(?: sc1)?)(?: nt)?\n", isa)
     loads = {scope.strip() for kind, scope in pairs if kind == "load"}
-    stores = {scope.strip() for kind, scope in pairs if kind == "store"}
-    assert stores == {"sc1", "sc0 sc1"}, "a pair is stored without a scope"
+    stores = [scope.strip() for kind, scope in pairs if kind == "store"]
+    assert set(stores) - {""} == {"sc1", "sc0 sc1"}
+    assert stores.count("") == 1, "a pair is stored without a scope"  # next_z, which a later launch reads
     assert loads <= {"sc1", "sc0 sc1", ""}
     assert re.search(r"buffer_load_dwordx4 [^\n]* sc1\n", isa)
     assert re.search(r"global_store_dword [^\n]*[^0] sc1\n", isa)  # z
