@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AITER's Triton kernels on the simulator against float64: kernels that others wrote for gfx950, MXFP4 among them.
 
-    pip install --no-deps --pre --target DIR amd-aiter==0.1.7.post2.dev18
-    python benchmarks/aiter_kernels.py DIR
+    python benchmarks/aiter_kernels.py
 
 Prints a line a kernel: relative L2 error, bound and wave-instructions. Exit status 1 where a bound is missed. The
 package's own import is bypassed (it starts a compiler that needs ROCm); its Triton modules are imported as they are.
@@ -12,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "test")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from helpers.aiter_triton import import_stubs  # noqa: E402
 
 from sgl_amd_mono.sim.triton_driver import SimulatorDriver, activate  # noqa: E402
 
@@ -31,16 +29,6 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 ROWS, COLUMNS, INNER, EXPERTS, TOP_K = 40, 96, 512, 4, 2
 BF16_ROUNDING = 2.5e-3  # one rounding to bf16 has a relative root mean square of 2^-9 / sqrt(3) to 2^-8 / sqrt(3)
 COMMON = {"num_warps": 4, "num_stages": 2, "waves_per_eu": 0, "cache_modifier": None}
-
-
-def import_stubs(folder: str) -> None:
-    """Parent packages whose __init__ does not run, so that the Triton modules can be imported."""
-    sys.path.insert(0, folder)
-    for name in ("aiter", "aiter.ops", "aiter.utility"):
-        module = types.ModuleType(name)
-        module.__path__ = [str(Path(folder, *name.split(".")))]
-        sys.modules[name] = module
-    sys.modules["aiter"].logger = logging.getLogger("aiter")  # type: ignore[attr-defined]
 
 
 def module(name: str) -> Any:
@@ -152,7 +140,7 @@ class Rows:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="where amd-aiter was unpacked by pip --target")
+    parser.add_argument("folder", nargs="?", help="where amd-aiter lies (default: where it is installed)")
     parser.add_argument("--memory", default="consistent", choices=("consistent", "adversarial"))
     options = parser.parse_args()
     driver: SimulatorDriver = activate(options.memory)

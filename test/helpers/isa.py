@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -140,6 +141,18 @@ def kernel_text(body: Sequence[str], lds_bytes: int = 0, flush_denormals: bool =
         "private": int(scratch_bytes > 0),
     }
     return _HEADER + lines + _FOOTER.format(**values)
+
+
+def link(text: str, folder: Path) -> bytes:
+    """The ELF code object of an assembly text, by LLVM's assembler and linker (the copies in Triton); folder: a place for
+    its files."""
+    from triton._C.libtriton import amd, llvm
+
+    llvm.init_targets()
+    source, target = folder / "kernel.o", folder / "kernel.co"
+    source.write_bytes(amd.assemble_amdgcn(text, "gfx950", ""))
+    amd.link_hsaco(str(source), str(target))
+    return target.read_bytes()
 
 
 def run(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.isa import kernel_text
+from helpers.isa import kernel_text, link
 
 from sgl_amd_mono.sim import CodeObject, Launch, Machine, SimError, disassembler
 from sgl_amd_mono.sim.disassembler import OBJDUMP_VARIABLE, assembly_text, find_objdump
@@ -45,17 +45,6 @@ BODY = [
     ".Lend_of_it:",
     "s_nop 0",
 ]
-
-
-def link(text: str, folder: Path) -> bytes:
-    """The code object of an assembly text."""
-    from triton._C.libtriton import amd, llvm
-
-    llvm.init_targets()
-    source, target = folder / "kernel.o", folder / "kernel.co"
-    source.write_bytes(amd.assemble_amdgcn(text, "gfx950", ""))
-    amd.link_hsaco(str(source), str(target))
-    return target.read_bytes()
 
 
 @cache
