@@ -144,7 +144,7 @@ def kernel_text(body: Sequence[str], lds_bytes: int = 0, flush_denormals: bool =
 
 
 def link(text: str, folder: Path) -> bytes:
-    """The ELF code object of an assembly text, by LLVM's assembler and linker (the copies in Triton); folder: a place for
+    """The ELF code object of an assembly text, by LLVM's assembler and linker (the copies in Triton). folder: for
     its files."""
     from triton._C.libtriton import amd, llvm
 
