@@ -112,6 +112,15 @@ class Cost:
         """Share of the weight bytes requested before the last hop before their use (or used before any hop)."""
         return sum(n for _, issue, use, n in self.weights if use == 0 or issue < use) / sum(n for *_, n in self.weights)
 
+    @property
+    def late_weights(self) -> dict[int, int]:
+        """Weight bytes requested only after the last hop before their use, by stage: what depends on that hop."""
+        late: Counter[int] = Counter()
+        for _, issue, use, n in self.weights:
+            if issue == use > 0:
+                late[use] += n
+        return dict(late)
+
     def scratch_read(self) -> int:
         """Device-scope bytes read from the rank's own scratch."""
         return sum(self.read.get("scratch", {}).values())

@@ -79,6 +79,24 @@ class Timeline:
     end: float
 
 
+def guessed(
+    hops: int, requests: Iterable[tuple[int, int, int]], late: Mapping[int, int], hit: float
+) -> list[tuple[int, int, int]]:
+    """`requests` if the weights in `late` (stage of request and use: bytes) had been requested one stage earlier by a
+    guess of which they are, a share `hit` of it right: that share moves forward, as many wrong bytes as it lacks are
+    requested with it and used by nobody (not before stage `hops`, the last), and the rest stays where it is.
+    """
+    changed: dict[tuple[int, int], int] = {}
+    for issue, use, nbytes in requests:
+        changed[issue, use] = changed.get((issue, use), 0) + nbytes
+    for stage, nbytes in late.items():
+        right = round(nbytes * hit)
+        changed[stage, stage] = changed.get((stage, stage), 0) - right
+        changed[stage - 1, stage] = changed.get((stage - 1, stage), 0) + right
+        changed[stage - 1, hops] = changed.get((stage - 1, hops), 0) + nbytes - right
+    return sorted((issue, use, nbytes) for (issue, use), nbytes in changed.items() if nbytes > 0)
+
+
 def overlap(hops: Sequence[str], requests: Iterable[tuple[int, int, int]], assume: Assumptions) -> Timeline:
     """The overlap model. hops: "device" or "cross" along the longest chain; requests: (issue, use, bytes)."""
     waiting = sorted(requests)

@@ -7,11 +7,12 @@ import dataclasses
 from typing import Any
 
 from sgl_amd_mono.cost.measure import Cost, spread
-from sgl_amd_mono.cost.model import REFERENCE_HOPS, Assumptions, Timeline, fixed_us, overlap
+from sgl_amd_mono.cost.model import REFERENCE_HOPS, Assumptions, Timeline, fixed_us, guessed, overlap
 
 MB = 1e6
 TARGET_GEOMETRY = "a95b"  # the geometry whose figures the targets are; others are listed without a verdict
 VGPRS_MAX, SGPR_SPILLS_MAX, LDS_MAX = 256, 16, 160 * 1024
+GUESS_HITS = (0.25, 0.5, 0.9, 1.0)  # shares of right guesses that are listed
 CLASSES = ("mfma", "convert", "lds")  # listed a wave; the rest is "other"
 
 
@@ -45,6 +46,36 @@ def reference_fixed(cost: Cost) -> float:
 def timeline(cost: Cost, assume: Assumptions) -> Timeline:
     """Overlap-modelled time line."""
     return overlap([kind for _, kind in cost.chain], cost.requests, assume)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """Modelled: the launch if a guess (the last step's route, say) requested its late weights one hop earlier."""
+
+    hit: float
+    early_share: float
+    weight_ratio: float
+    fixed_us: float
+    overlap_us: float
+
+
+def guesses(cost: Cost, assume: Assumptions) -> list[Guess]:
+    """What guessing would change, at the shares GUESS_HITS of right guesses; none where no weight is late."""
+    late, found = sum(cost.late_weights.values()), []
+    asked = sum(sum(cost.read[name].values()) for name in cost.weight_names)
+    for hit in GUESS_HITS if late else ():
+        wrong = late * (1 - hit)
+        requests = guessed(len(cost.chain), cost.requests, cost.late_weights, hit)
+        found.append(
+            Guess(
+                hit,
+                1 - wrong / asked,
+                cost.weight_ratio * (1 + wrong / asked),
+                fixed_us(cost.memory_bytes + wrong, cost.hops("device"), cost.hops("cross")),
+                overlap([kind for _, kind in cost.chain], requests, assume).end,
+            )
+        )
+    return found
 
 
 def targets(cost: Cost) -> list[Target]:
@@ -109,6 +140,7 @@ def as_dict(costs: list[Cost], assume: Assumptions) -> dict[str, Any]:
                 "modelled_fixed_us_reference": reference_fixed(cost),
                 "modelled_overlap_us": line.end,
                 "modelled_overlap": dataclasses.asdict(line),
+                "guesses": [dataclasses.asdict(guess) for guess in guesses(cost, assume)],
                 "targets": [{**dataclasses.asdict(row), "met": row.met} for row in targets(cost)],
             }
         )
@@ -133,6 +165,19 @@ def _share(cost: Cost) -> str:
     per_wave = {name: cost.instructions.get(name, 0) / cost.waves for name in CLASSES}
     other = cost.wave_instructions / cost.waves - sum(per_wave.values())
     return ", ".join(f"{name} {n:.1f}" for name, n in [*per_wave.items(), ("other", other)])
+
+
+def _guesses(cost: Cost, assume: Assumptions) -> list[str]:
+    late = ", ".join(f"{n / MB:.1f} MB behind hop {stage}" for stage, n in sorted(cost.late_weights.items()))
+    lines = [
+        f"    {guess.hit:4.0%} right: fixed {guess.fixed_us:.1f} us, overlap {guess.overlap_us:.1f} us, "
+        f"requested in time {guess.early_share:.1%}, requested / unique {guess.weight_ratio:.2f}"
+        for guess in guesses(cost, assume)
+    ]
+    head = (
+        f"  MODELLED, not built: weights that wait for a hop's data ({late}) requested a hop earlier by a guess of it"
+    )
+    return [head, *lines] if lines else []
 
 
 def render_one(cost: Cost, assume: Assumptions) -> str:
@@ -166,6 +211,7 @@ def render_one(cost: Cost, assume: Assumptions) -> str:
         f"  MODELLED time: fixed {fixed(cost):.1f} us ({cost.memory_bytes / MB:.1f} unique MB); the reference's hops "
         f"with the same bytes {reference_fixed(cost):.1f} us; overlap {line.end:.1f} us"
     )
+    out += _guesses(cost, assume)
     for row in targets(cost):
         if row.met is None:
             verdict = "no target here"

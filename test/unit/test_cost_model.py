@@ -10,7 +10,7 @@ import pytest
 
 from sgl_amd_mono import cli
 from sgl_amd_mono.cost.measure import poll_sites, spread
-from sgl_amd_mono.cost.model import REFERENCE_HOPS, Assumptions, fixed_us, overlap
+from sgl_amd_mono.cost.model import REFERENCE_HOPS, Assumptions, fixed_us, guessed, overlap
 
 MB = 1_000_000
 ASSUME = Assumptions(launch_us=5.0, terabytes_per_s=1.0, device_hop_us=2.0, cross_hop_us=4.0)  # 1 MB is 1 us
@@ -32,6 +32,18 @@ def test_overlap_hides_bytes_behind_a_hop() -> None:
     late = overlap(["device"], [(0, 0, 3 * MB), (1, 1, 2 * MB)], ASSUME)
     assert early.stages == [5.0, 10.0] and early.end == pytest.approx(10.0)  # 5 + 3 + hop 2; the rest is hidden
     assert late.stages == [5.0, 10.0] and late.end == pytest.approx(12.0)
+
+
+def test_a_guess_moves_what_it_gets_right_and_wastes_the_rest() -> None:
+    """2 of 4 late MB move before the hop, 2 wrong ones are requested with them; the wrong ones are never waited for."""
+    requests = [(0, 0, 3 * MB), (1, 1, 4 * MB)]
+    assert guessed(1, requests, {1: 4 * MB}, 1.0) == [(0, 0, 3 * MB), (0, 1, 4 * MB)]
+    half = guessed(1, requests, {1: 4 * MB}, 0.5)
+    assert half == [(0, 0, 3 * MB), (0, 1, 4 * MB), (1, 1, 2 * MB)]  # the last stage uses the wrong ones: none waits
+    assert sum(n for *_, n in half) == 9 * MB
+    assert guessed(2, requests, {1: 4 * MB}, 0.5)[1:] == [(0, 1, 2 * MB), (0, 2, 2 * MB), (1, 1, 2 * MB)]
+    ends = [overlap(["device"], guessed(1, requests, {1: 4 * MB}, hit), ASSUME).end for hit in (0.0, 0.5, 1.0)]
+    assert ends == [pytest.approx(t) for t in (5 + 3 + 4 + 4, 5 + 3 + 4 + 2, 5 + 3 + 4)]
 
 
 def test_overlap_pays_cross_hops_more() -> None:
