@@ -122,6 +122,7 @@ CONV_STATE_TAPS = 3
 L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 LOAD_REGISTERS = 200  # vector registers that rows and weights in flight may take; the rest of 256 is for addresses
+LOAD_REGISTERS_OWN = 144  # the same where z is formed here, from twice as many words and with sums beside it
 STEP_REGISTERS = 4  # vector registers of one weight tile
 X_GROUP = 4  # tiles whose x is read from LDS together, one group ahead of the products
 BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
@@ -928,7 +929,8 @@ class Weights:
 
     def beside(self, rows: int) -> int:
         """How many of the first loads fit into the registers beside so many rows of the step."""
-        registers, total = LOAD_REGISTERS - self.c.lane_columns * rows, 0
+        given = self.c.key.given_z
+        registers, total = (LOAD_REGISTERS if given else LOAD_REGISTERS_OWN) - self.c.lane_columns * rows, 0
         for n, load in enumerate(self.loads):
             total += load.registers
             if total > registers:
