@@ -386,7 +386,7 @@ class Checker:
     def _judge(self, kept: Kept) -> None:
         broken = self.report.add(kept.launch, kept.layer, self.comparison.compare(kept))
         if broken:
-            self._fail(broken)
+            self._fail(broken, self.report.steps + 1)
 
     def _end_step(self) -> None:
         line = self.report.end_step()
@@ -395,10 +395,10 @@ class Checker:
         if self._last_words is not None:
             self._last_words.say(self._table())
         if ties := self.report.too_many_ties():
-            self._fail([ties])
+            self._fail([ties], self.report.steps)
 
-    def _fail(self, broken: Sequence[str]) -> None:
-        text = f"check mode, rank {self.rank}, step {self.report.steps + 1}: " + "; ".join(broken)
+    def _fail(self, broken: Sequence[str], step: int) -> None:
+        text = f"check mode, rank {self.rank}, step {step}: " + "; ".join(broken)
         logger.error(text)
         self.close()
         raise CheckFailed(text)

@@ -59,6 +59,7 @@ NUMERICS = Numerics(
         "k1.res_out.max_abs": 0.0,
         "k2.out.cosine": 0.99,
         "k2.out.rel": 0.15,
+        "k2.res_out.rel": 0.02,  # ten times a bf16 rounding of every element: the next layer starts from it unchecked
     },
 )
 

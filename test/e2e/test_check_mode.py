@@ -24,7 +24,8 @@ from sgl_amd_mono.simulate import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHES = 7  # three GDN layers with K1 and K2, one attention layer with K2
-BOUNDS = ["k1.conv.cosine", "k1.core.cosine", "k1.res_out.max_abs", "k1.state.cosine", "k2.out.cosine", "k2.out.rel"]
+BOUNDS = ["k1.conv.cosine", "k1.core.cosine", "k1.res_out.max_abs", "k1.state.cosine", "k2.out.cosine", "k2.out.rel",
+          "k2.res_out.rel"]  # fmt: skip
 CASES = [name for name in check_run.CASES if name not in ("formats", *check_run.MXFP4_MISTAKES)]
 BATCHES = {"1 row": 1, "3 rows": 3, "3 of 4 rows": 3, "8 rows": 8}
 
@@ -110,6 +111,7 @@ LINES = {
     "scale": r"layer 2, launch k2, row \d: k2\.out\.rel = \d[\d.]*, bound 0\.15",
     "residual": r"layer 2, launch k1, row \d: k1\.res_out\.max_abs = 0\.\d+, bound 0",
     "code": r"layer 1, launch k1, row \d: k1\.core\.cosine = -?0\.\d+, bound 0\.9999",
+    "residual of K2": r"layer 1, launch k2, row \d: k2\.res_out\.rel = 0\.\d+, bound 0\.02",
     "state row": r"layer 0, launch k1, row 1: k1\.state\.cosine = 0\.\d+, bound 0\.9999",
 }
 
@@ -134,6 +136,21 @@ def test_a_planted_mistake_stops_the_step(double: dict[str, Any], mistake: str) 
 @pytest.mark.parametrize("mistake", check_run.MISTAKES)
 def test_a_planted_mistake_stops_the_simulated_step(simulated_rest: dict[str, Any], mistake: str) -> None:
     stopped(simulated_rest[mistake], mistake)
+
+
+def test_a_proven_tie_is_set_aside_and_counted(double: dict[str, Any]) -> None:
+    """K2 and SGLang pick different experts: with equal logits the row is left out, until more than 1 % of the rows are;
+    with logits apart it is a breach."""
+    tied, apart = double["tie"]["tied"], double["tie"]["apart"]
+    assert tied["first"] == "" and tied["set aside"] == 1 and tied["rows"] == LAUNCHES
+    assert f"{LAUNCHES} launches within bounds, 1 rows set aside" in tied["line"]
+    assert tied["second"] == (
+        f"CheckFailed: check mode, rank 0, step 2: 2 of {2 * LAUNCHES} rows ({2 / (2 * LAUNCHES):.1%}) were set aside "
+        "as ties, at most 1% may"
+    )
+    assert apart["set aside"] == 0
+    where = rf"layer {check_run.TIED_LAYER}, launch k2, row 0: k2\.out\.rel = 0\.\d+, bound 0\.15"
+    assert re.search(where, apart["first"]), apart["first"]
 
 
 @pytest.mark.parametrize("runtime", ["double", "simulated"])

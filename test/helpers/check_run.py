@@ -94,6 +94,7 @@ MISTAKES: dict[str, tuple[str, int, str, Callable[[torch.Tensor], torch.Tensor]]
     "weight": ("k1", 1, "w_qkvz", lambda t: t.roll(1, 0)),
     "scale": ("k2", 2, "w13_scale", lambda t: t + 2),
     "residual": ("k1", 2, "residual", lambda t: t * 1.01),
+    "residual of K2": ("k2", 1, "residual", lambda t: t * 1.05),
     "state row": ("k1", 0, "ssm_state", lambda t: t),
 }
 MXFP4_MISTAKES = {"code": ("k1", 1, "w_qkvz_scale", lambda t: t.roll(1, 1))}
@@ -136,6 +137,61 @@ def mistake(name: str) -> Callable[[Bench], Any]:
             block.copy_(before)
 
     return run
+
+
+TIED_LAYER = 2
+
+
+def tie(bench: Bench) -> Any:
+    """K2 of one layer picks expert b where SGLang picks a: with logits equal, and with logits that differ."""
+    block = bench.loaded.model.model.layers[TIED_LAYER].mlp
+    top_k, router = block.topk.topk_config.top_k, block.gate.weight.data
+    given = router.clone()
+    router.mul_(0.05)  # near logits: every pick has a weight that shows
+    seen: list[torch.Tensor] = []
+    hook = block.gate.register_forward_hook(lambda module, rows, result: seen.append(result[0].float()[0]))
+    bench.check()
+    bench.decode(PROMPTS[:1])
+    hook.remove()
+    order = torch.argsort(seen[-1], descending=True, stable=True).tolist()  # the check's own call, of the decode step
+    a = order[top_k - 1]
+    b = next(expert for expert in order[top_k:] if expert > a)  # on equal logits the lower id wins
+    original, before = bench.runtime.launch, router.clone()
+
+    def launch(kernel: Any, args: Any) -> None:
+        names = [name for name, _ in kernel.key.abi]
+        if kernel.key.launch == "k2" and args[names.index("layer_slot")] == 128 + TIED_LAYER:
+            args, at = list(args), names.index("w_router")
+            args[at] = before.clone()
+            args[at][b], args[at][a] = before[a], -before[a]
+        original(kernel, args)
+
+    def step(checker: Any) -> str:
+        bench.loaded.prefill(PROMPTS[:1])
+        bench.runtime.launch = launch
+        if tied:
+            router[b] = router[a]
+        try:
+            bench.loaded.decode(torch.tensor(TOKENS[:1]))
+            return ""
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            del bench.runtime.launch
+            router.copy_(before)
+
+    found: dict[str, Any] = {}
+    block_of = bench.step.peers.memory if hasattr(bench.step.peers, "memory") else bench.step.peers.tensor
+    unmarked = block_of.clone()
+    for name, tied in (("tied", True), ("apart", False)):
+        checker = bench.check()
+        found[name] = {"first": step(checker), "set aside": checker.report.set_aside, "rows": checker.report.rows}
+        found[name]["line"] = next((line for line in bench.log.lines if line.startswith("check step")), "")
+        if tied:
+            found[name]["second"] = step(checker)
+        block_of.copy_(unmarked)
+    router.copy_(given)
+    return found
 
 
 def replay(bench: Bench) -> Any:
@@ -242,6 +298,7 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "3 rows": batch(3),
     "3 of 4 rows": batch(3, 4),
     "8 rows": batch(8),
+    "tie": tie,
     "replay": replay,
     **{name: mistake(name) for name in MISTAKES},
     "formats": formats,
