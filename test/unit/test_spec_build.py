@@ -137,7 +137,9 @@ def test_bound_launch_fills_by_name_and_in_order() -> None:
 
 def test_residual_buffers_alternate() -> None:
     first, second, foreign = (torch.zeros(2, 4, dtype=torch.bfloat16) for _ in range(3))
-    at = WidthLaunches({}, {}, hidden=foreign, residuals=(first, second), core=foreign, row_index=foreign)
+    at = WidthLaunches(
+        {}, {}, hidden=foreign, residuals=(first, second), z=foreign, squares=foreign, core=foreign, row_index=foreign
+    )
     assert at.other_residual(None) is first
     assert at.other_residual(first) is second
     assert at.other_residual(first.view(-1).view(2, 4)) is second  # the same memory under another tensor
