@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of one arm, in a process of its own: ``python -m sgl_amd_mono.simulate.arm JOB.json``.
 
-An arm loads the model with SGLang, with the plugin or without, and runs every case: a prefill, then decode steps. Fed
-with the tokens of another arm it is teacher-forced. Each rank writes what it saw as a torch file. Rank 0 shows its
-progress on stdout, as lines that begin with ``PROGRESS``; SGLang's log goes to stderr.
+An arm loads the model with SGLang, with the plugin or without, and runs every case: a prefill, then decode steps. An
+arm that is fed with the tokens of another one (teacher-forced) waits for their file. Each rank writes what it saw as a
+torch file. Rank 0 shows its progress on stdout, as lines that begin with ``PROGRESS``; SGLang's log goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from typing import Any
 PROGRESS = "@progress "
 """Marks a progress line on stdout (SGLang prints there too)."""
 
+TOKENS_TIMEOUT_S = 3600.0
+"""How long an arm waits for the other's tokens."""
+
+TOKENS_POLL_S = 0.1
+
 
 @dataclass
 class Case:
@@ -29,7 +34,11 @@ class Case:
 
 @dataclass
 class Job:
-    """What one process does. ``noise_seeds``: orders of sums in which the cases are run again."""
+    """What one process does.
+
+    ``tokens``: where its tokens are written once the cases have run; ``forced``: such a file of another arm.
+    ``noise_seeds``: orders of sums in which the cases are run again.
+    """
 
     checkpoint: str
     out: str
@@ -40,6 +49,7 @@ class Job:
     ranks: int = 1
     port: int | None = None
     forced: str | None = None
+    tokens: str | None = None
     noise_seeds: list[int] = field(default_factory=list)
     threads: int = 1
 
@@ -79,7 +89,10 @@ def run(job: Job) -> None:
     begin = time.monotonic()
     model = SglangModel(Path(job.checkpoint), job.plugin, Rank(job.rank, job.ranks, job.port))
     seconds = {"load": time.monotonic() - begin}
-    forced = torch.load(job.forced)["tokens"] if job.forced else None
+    stock = _stock_driver()
+    if stock is not None:
+        stock.launches.clear()  # what the plugin's probes ran
+    forced = _await(Path(job.forced))["tokens"] if job.forced else None
     recorder = step = None
     if job.plugin:
         step = plugin.BUILT[-1]
@@ -107,6 +120,10 @@ def run(job: Job) -> None:
     begin = time.monotonic()
     logits, first_tokens = run_cases(None)
     seconds["cases"] = time.monotonic() - begin
+    if job.tokens:
+        unfinished = Path(job.tokens).with_suffix(".part")
+        torch.save({"tokens": first_tokens}, unfinished)
+        unfinished.rename(job.tokens)
     begin = time.monotonic()
     noise = [run_cases(seed)[0] for seed in job.noise_seeds]
     seconds["noise"] = time.monotonic() - begin
@@ -116,23 +133,36 @@ def run(job: Job) -> None:
         "noise": noise,
         "records": [] if recorder is None else recorder.records,
         "routed": (0, 0) if step is None else (step.steps, step.passed_on),
-        "stock": stock_launches(),
+        "stock": stock_launches(stock),
         "seconds": seconds,
     }
     torch.save(result, job.out)
     _leave(job, step)
 
 
-def stock_launches() -> dict[str, tuple[int, int]]:
-    """What ran of SGLang's Triton kernels on the simulator in this process: name -> (launches, wave-instructions)."""
-    from sgl_amd_mono.simulate.harness import chosen_stock
+def _await(path: Path) -> dict[str, Any]:
+    """What another arm wrote there, once it has; TimeoutError after TOKENS_TIMEOUT_S."""
+    import torch
 
-    if chosen_stock() != "triton":
-        return {}
-    from sgl_amd_mono.simulate.rocm_import import driver
+    limit = time.monotonic() + TOKENS_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{path} was not written within {TOKENS_TIMEOUT_S:g} s")
+        time.sleep(TOKENS_POLL_S)
+    return torch.load(path, weights_only=False)
 
+
+def _stock_driver() -> Any:
+    """What runs SGLang's Triton kernels in this process; None where PyTorch does."""
+    from sgl_amd_mono.simulate import harness, rocm_import
+
+    return rocm_import.driver() if harness.chosen_stock() == "triton" else None
+
+
+def stock_launches(driver: Any) -> dict[str, tuple[int, int]]:
+    """What ran of SGLang's Triton kernels on the simulator: name -> (launches, wave-instructions)."""
     counts: dict[str, tuple[int, int]] = {}
-    for launch in driver().launches:
+    for launch in [] if driver is None else driver.launches:
         number, executed = counts.get(launch.name, (0, 0))
         counts[launch.name] = (number + 1, executed + launch.wave_instructions)
     return counts

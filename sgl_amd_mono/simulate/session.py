@@ -121,11 +121,21 @@ def run(options: Options, progress: Callable[[str], None]) -> Outcome:
         seconds["checkpoint"] = time.monotonic() - begin
         cases = prompts(options, shape.vocab_size)
         begin = time.monotonic()
-        off = run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
-        seconds["plugin off"] = time.monotonic() - begin
-        begin = time.monotonic()
-        on = run_arm(options, folder, cases, plugin=True, forced=result_file(folder, False, 0), progress=progress)
-        seconds["plugin on"] = time.monotonic() - begin
+        if options.ranks == 1:
+            # the second arm loads beside the first, and decodes beside its runs in other orders
+            tokens = tokens_file(folder)
+            tokens.unlink(missing_ok=True)
+            arms = [_Arm(options, folder, cases, False, None, progress, arms=2)]
+            arms.append(_Arm(options, folder, cases, True, tokens, progress, arms=2))
+            _wait(arms)
+            off, on = (arm.result() for arm in arms)
+            seconds["both arms"] = time.monotonic() - begin
+        else:
+            off = run_arm(options, folder, cases, plugin=False, forced=None, progress=progress)
+            seconds["plugin off"] = time.monotonic() - begin
+            begin = time.monotonic()
+            on = run_arm(options, folder, cases, plugin=True, forced=tokens_file(folder), progress=progress)
+            seconds["plugin on"] = time.monotonic() - begin
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,6 +145,11 @@ def run(options: Options, progress: Callable[[str], None]) -> Outcome:
 def result_file(folder: Path, plugin: bool, rank: int) -> Path:
     """Where a rank of an arm writes its result."""
     return folder / f"{'on' if plugin else 'off'}.{rank}.pt"
+
+
+def tokens_file(folder: Path) -> Path:
+    """Where the arm without the plugin writes its tokens, before it runs in other orders."""
+    return folder / "tokens.pt"
 
 
 def run_arm(
@@ -149,25 +164,42 @@ def run_arm(
     """One arm, each rank in a process; returns what rank 0 wrote, with the launch records of all ranks and whether they
     saw the same logits (``ranks_agree``). Job files, results and logs go into ``folder``.
 
-    ``forced``: the result file of the arm whose tokens are fed to this one.
+    ``forced``: the file with the tokens that are fed to this arm (an arm's result, or its tokens file).
     """
-    import torch
+    arm = _Arm(options, folder, cases, plugin, forced, progress)
+    _wait([arm])
+    return arm.result()
 
-    from sgl_amd_mono.simulate import plugin as entry
 
-    name = "on" if plugin else "off"
-    outs = [result_file(folder, plugin, rank) for rank in range(options.ranks)]
-    widths = tuple(sorted({case.width for case in cases}))
-    environment = entry.environment(
-        folder / "entry_point", options.memory_model, options.seed, widths, stock=options.stock
-    )
-    port = _free_port() if options.ranks > 1 else None
-    processes, logs, readers = [], [], []
-    with contextlib.ExitStack() as stack:
+class _Arm:
+    """The processes of one arm, a rank each, from their start on."""
+
+    def __init__(
+        self,
+        options: Options,
+        folder: Path,
+        cases: list[Case],
+        plugin: bool,
+        forced: Path | None,
+        progress: Callable[[str], None],
+        arms: int = 1,
+    ) -> None:
+        from sgl_amd_mono.simulate import plugin as entry
+
+        self.name = "on" if plugin else "off"
+        self.outs = [result_file(folder, plugin, rank) for rank in range(options.ranks)]
+        self.processes: list[subprocess.Popen] = []
+        self.logs: list[Path] = []
+        self._readers: list[threading.Thread] = []
+        widths = tuple(sorted({case.width for case in cases}))
+        environment = entry.environment(
+            folder / "entry_point", options.memory_model, options.seed, widths, stock=options.stock
+        )
+        port = _free_port() if options.ranks > 1 else None
         for rank in range(options.ranks):
             job = Job(
                 checkpoint=str(folder / CHECKPOINT),
-                out=str(outs[rank]),
+                out=str(self.outs[rank]),
                 cases=cases,
                 steps=options.steps,
                 plugin=plugin,
@@ -175,42 +207,47 @@ def run_arm(
                 ranks=options.ranks,
                 port=port,
                 forced=str(forced) if forced else None,
-                threads=_threads(options.ranks),
+                tokens=str(tokens_file(folder)) if not plugin and rank == 0 else None,
+                threads=_threads(options.ranks * arms),
                 noise_seeds=[] if plugin else [options.seed * NOISE_ORDERS + 1 + i for i in range(NOISE_ORDERS)],
             )
-            path = folder / f"{name}.{rank}.json"
+            path = folder / f"{self.name}.{rank}.json"
             job.write(path)
-            log = folder / f"{name}.{rank}.log"
-            logs.append(log)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "sgl_amd_mono.simulate.arm", str(path)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=stack.enter_context(log.open("w")),
-                text=True,
-            )
-            processes.append(process)
+            self.logs.append(folder / f"{self.name}.{rank}.log")
+            with self.logs[-1].open("w") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "sgl_amd_mono.simulate.arm", str(path)],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+            self.processes.append(process)
             reader = threading.Thread(target=_relay, args=(process.stdout, progress), daemon=True)
             reader.start()
-            readers.append(reader)
-        _wait(processes, logs, name)
-        for reader in readers:
+            self._readers.append(reader)
+
+    def result(self) -> dict[str, Any]:
+        """What the ended processes wrote."""
+        import torch
+
+        for reader in self._readers:
             reader.join(timeout=10)
-    results = [torch.load(out, weights_only=False) for out in outs]
-    first = results[0]
-    first["records"] = [record for result in results for record in result["records"]]
-    first["ranks_agree"] = all(
-        torch.equal(a, b)
-        for other in results[1:]
-        for case, other_case in zip(first["logits"], other["logits"], strict=True)
-        for a, b in zip(case, other_case, strict=True)
-    )
-    return first
+        results = [torch.load(out, weights_only=False) for out in self.outs]
+        first = results[0]
+        first["records"] = [record for result in results for record in result["records"]]
+        first["ranks_agree"] = all(
+            torch.equal(a, b)
+            for other in results[1:]
+            for case, other_case in zip(first["logits"], other["logits"], strict=True)
+            for a, b in zip(case, other_case, strict=True)
+        )
+        return first
 
 
-def _threads(ranks: int) -> int:
-    """torch threads of each rank: OMP_NUM_THREADS where it is set, else this machine's cores shared by the ranks."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
+def _threads(processes: int) -> int:
+    """torch threads of each process: OMP_NUM_THREADS where it is set, else this machine's cores shared by them."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // processes))
 
 
 def _relay(stream: Any, progress: Callable[[str], None]) -> None:
@@ -219,22 +256,27 @@ def _relay(stream: Any, progress: Callable[[str], None]) -> None:
             progress(line.removeprefix(PROGRESS).rstrip())
 
 
-def _wait(processes: list[subprocess.Popen], logs: list[Path], arm: str) -> None:
+def _wait(arms: list[_Arm]) -> None:
     """Until all have ended; when one fails, the others are ended too and its log's end is raised."""
     limit = time.monotonic() + ARM_TIMEOUT_S
+    processes = [process for arm in arms for process in arm.processes]
     try:
         while True:
-            codes = [process.poll() for process in processes]
-            failed = next((rank for rank, code in enumerate(codes) if code), None)
-            if failed is not None:
-                tail = "\n".join(logs[failed].read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-                raise SimulationFailed(f"plugin {arm}, rank {failed} ended with code {codes[failed]}:\n{tail}")
-            if all(code == 0 for code in codes):
+            for arm in arms:
+                for rank, process in enumerate(arm.processes):
+                    if process.poll():
+                        tail = "\n".join(arm.logs[rank].read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+                        raise SimulationFailed(
+                            f"plugin {arm.name}, rank {rank} ended with code {process.returncode}:\n{tail}"
+                        )
+            running = [process for process in processes if process.poll() is None]
+            if not running:
                 return
             if time.monotonic() > limit:
-                raise SimulationFailed(f"plugin {arm} did not end within {ARM_TIMEOUT_S:g} s")
+                names = " and ".join(f"plugin {arm.name}" for arm in arms)
+                raise SimulationFailed(f"{names} did not end within {ARM_TIMEOUT_S:g} s")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                next(p for p, code in zip(processes, codes, strict=True) if code is None).wait(timeout=1.0)
+                running[0].wait(timeout=1.0)
     finally:
         for process in processes:
             if process.poll() is None:
