@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import stat
 import struct
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -229,3 +231,53 @@ def test_a_failing_disassembler_is_an_error(only: Path, monkeypatch: pytest.Monk
     path.write_text("#!/bin/sh\necho LLVM version 22.0\nprintf '\\tsomething else\\n'\n")
     with pytest.raises(SimError, match="not understood: 'something else'"):
         CodeObject.load(code_object())
+
+
+# ---- what CI installs ----
+
+SCRIPT = Path(__file__).resolve().parents[3] / ".ci" / "disassembler"
+SHELL_TOOLS = ("bash", "sed", "sort", "head", "awk", "cat", "env")
+
+
+def run_script(folder: Path, user: int, candidates: str = "", installs: str = "") -> subprocess.CompletedProcess[str]:
+    """The script with nothing on PATH but a shell and stand-ins of apt; `installs`: the tool that apt-get leaves."""
+    for name in SHELL_TOOLS:
+        (folder / name).symlink_to(shutil.which(name))
+    tool(folder, "id", str(user))
+    calls = folder / "calls"
+    install = f"[ $1 = install ] && cat {folder}/new > {folder}/{installs}" if installs else "true"
+    for name, body in (("apt-cache", f"printf '{candidates}'"), ("apt-get", f'echo "$@" >> {calls}\n{install}')):
+        (folder / name).write_text(f"#!/bin/sh\n{body}\nexit 0\n")
+        (folder / name).chmod(0o755)
+    if installs:
+        tool(folder, "new", "LLVM version 21.1.0")
+        tool(folder, installs, "LLVM version 14.0.0")
+    environment = {"PATH": str(folder), "ROCM_PATH": str(folder / "rocm")}
+    done = subprocess.run(
+        ["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    done.stdout += calls.read_text() if calls.exists() else ""
+    return done
+
+
+def test_ci_keeps_a_disassembler_that_is_there(tmp_path: Path) -> None:
+    tool(tmp_path, "llvm-objdump-22", "LLVM version 22.1.8")
+    done = run_script(tmp_path, user=0)
+    assert done.returncode == 0 and done.stdout == "" and done.stderr == ""
+
+
+def test_ci_installs_the_newest_candidate(tmp_path: Path) -> None:
+    names = "llvm-9 - x\\nllvm-19 - x\\nllvm-21 - x\\nllvm-20 - x\\n"
+    done = run_script(tmp_path, user=0, candidates=names, installs="llvm-objdump-21")
+    assert done.returncode == 0 and "install -qq -y --no-install-recommends llvm-21" in done.stdout
+
+
+def test_ci_says_where_it_cannot(tmp_path: Path) -> None:
+    tool(tmp_path, "llvm-objdump", "LLVM version 14.0.6")
+    done = run_script(tmp_path, user=1000)
+    assert done.returncode == 1 and "no root" in done.stderr and OBJDUMP_VARIABLE in done.stderr
+
+
+def test_ci_says_where_apt_has_none(tmp_path: Path) -> None:
+    done = run_script(tmp_path, user=0, candidates="llvm-14 - x\\n")
+    assert done.returncode == 1 and "apt offers no LLVM" in done.stderr and "update" in done.stdout
