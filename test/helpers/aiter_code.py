@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """AMD's own MXFP4 machine code on the simulator: the GEMMs and the fused MoE of AITER's wheel, and what they compute.
 
-The wheel `amd-aiter` carries gfx950 code objects (`aiter_meta/hsa/gfx950`); `aiter` itself is never imported. The
-arguments, grids and token sorting are those of its C++ and Python launchers (csrc/py_itfs_cu/asm_gemm_a4w4.cu and
-asm_fmoe.cu, aiter/fused_moe.py), in code of our own. `Moe.contributions` with `add_in_bf16` is the fused MoE in float64
-with the kernel's roundings; with `add_in_float32` it is what K2 computes.
+The fused MoE's launch is `simulate/aiter_moe.py`; the GEMM's arguments and grids are those of AITER's launcher
+(csrc/py_itfs_cu/asm_gemm_a4w4.cu). `Moe.contributions` with `add_in_bf16` is the fused MoE in float64 with the kernel's
+roundings; with `add_in_float32` it is what K2 computes.
 """
 
 from __future__ import annotations
 
-import csv
-import importlib.metadata
-import re
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
-from sgl_amd_mono.sim import CodeObject, Launch, Machine, Report
+from sgl_amd_mono.simulate import aiter_moe
+from sgl_amd_mono.simulate.aiter_moe import (  # noqa: F401  the tests' names
+    MOE_FOLDER,
+    SORT_BLOCK,
+    code_half_up,
+    code_object,
+    folder,
+    kernels,
+    pack,
+    rows,
+    run,
+    sort_tokens,
+)
 
-CUS = 256  # AITER picks grids by the number of compute units
-THREADS = 256
-FIELD_BYTES = 16  # every field of AITER's argument structs is padded to this
-SORT_BLOCK = 32  # rows of a block of sorted tokens
 SCALE_ROWS = 256  # rows that AITER pads scales to
-TOKEN_BITS = 24  # a sorted entry is pick << 24 | token
 GEMM_K_STEP = 256  # a slice of a split K is a multiple of it
 
-# The structs `KernelArgs` of the two launchers, in order; "P" an address, "I" uint32, "f" float. Names of the metadata.
+# The struct `KernelArgs` in its order; "P" an address, "I" uint32, "f" float. Names of the metadata.
 GEMM_ARGUMENTS = (
     ("D", "P"), ("C", "P"), ("A", "P"), ("B", "P"), ("alpha", "f"), ("beta", "f"), ("strideD0", "I"),
     ("strideD1", "I"), ("strideC0", "I"), ("strideC1", "I"), ("strideA0", "I"), ("strideA1", "I"), ("strideB0", "I"),
@@ -40,50 +41,6 @@ GEMM_ARGUMENTS = (
     ("strideScaleA0", "I"), ("strideScaleA1", "I"), ("strideScaleB0", "I"), ("strideScaleB1", "I"),
     ("log2_k_split", "I"),
 )  # fmt: skip
-MOE_ARGUMENTS = (
-    ("O", "P"), ("X", "P"), ("G", "P"), ("U", "P"), ("D", "P"), ("XQ", "P"), ("GQ", "P"), ("DQ", "P"), ("SMQ", "P"),
-    ("STP", "P"), ("SW", "P"), ("SEP", "P"), ("dim", "I"), ("hdim", "I"), ("batch", "I"), ("eprt", "I"), ("Xs", "I"),
-    ("GUs", "I"), ("Ds", "I"), ("Os", "I"), ("eGUs", "I"), ("eDs", "I"), ("eGUQs", "I"), ("eDQs", "I"),
-    ("eSMQs", "I"), ("topk", "I"), ("total_tgs", "I"), ("ps_deno", "I"),
-)  # fmt: skip
-
-
-def folder() -> Path:
-    """Where the installed wheel keeps its gfx950 code objects."""
-    return Path(str(importlib.metadata.distribution("amd-aiter").locate_file("aiter_meta/hsa/gfx950")))
-
-
-def rows(file: str) -> list[dict[str, str]]:
-    """A configuration table of the wheel."""
-    with open(folder() / file, newline="") as table:
-        return list(csv.DictReader(table))
-
-
-@cache
-def code_object(file: str) -> CodeObject:
-    return CodeObject.load(folder() / file)
-
-
-def pack(code: CodeObject, fields: Sequence[tuple[str, str]], values: dict[str, int | float]) -> bytes:
-    """The argument block of AITER's struct; its names, places and sizes are checked against the code object's own."""
-    own = {arg.name: (arg.offset, arg.size) for arg in code.args if arg.name != "pad"}
-    block = bytearray(FIELD_BYTES * len(fields))
-    for k, (name, kind) in enumerate(fields):
-        form = {"P": "<Q", "I": "<I", "f": "<f"}[kind]
-        if name in own:
-            assert own[name] == (FIELD_BYTES * k, struct.calcsize(form)), f"{code.name}: {name} is at {own[name]}"
-        struct.pack_into(form, block, FIELD_BYTES * k, values.get(name, 0))
-    assert set(own) <= {name for name, _ in fields} and set(values) <= {name for name, _ in fields}
-    return bytes(block[: code.kernarg_size])
-
-
-def run(code: CodeObject, grid: tuple[int, int, int], kernargs: bytes, tensors: dict[str, Tensor],
-        memory: str = "consistent", seed: int = 0) -> Report:  # fmt: skip
-    machine = Machine(cus=CUS, memory=memory, seed=seed)
-    for name, tensor in tensors.items():
-        machine.map_tensor(0, tensor, name)
-    launch = Launch(rank=0, code=code, grid=grid, block=THREADS, kernargs=kernargs, persistent=False)
-    return machine.launch([launch])
 
 
 def padded_scale(codes: Tensor) -> Tensor:
@@ -143,46 +100,6 @@ def gemms() -> dict[str, Gemm]:
 # ---- fused MoE ----
 
 
-def sort_tokens(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """AITER's moe_sorting of ids int64 [S, k] and weights [S, k].
-
-    Expert by expert, its (token, pick) pairs in token order, padded to blocks of 32 with pick k of token S. Returns
-    entries int32 (pick << 24 | token), weights f32, the expert of each block int32, and [entries used, S] int32.
-    """
-    tokens, picks = ids.shape
-    room = ids.numel() + experts * SORT_BLOCK - picks
-    entries = torch.full((room,), picks << TOKEN_BITS | tokens, dtype=torch.int32)
-    sorted_weights = torch.zeros(room)
-    block_expert = torch.zeros(-(-room // SORT_BLOCK), dtype=torch.int32)
-    at = 0
-    for expert in range(experts):
-        token, pick = torch.where(ids == expert)
-        count = len(token)
-        entries[at : at + count] = (pick << TOKEN_BITS | token).int()
-        sorted_weights[at : at + count] = weights[token, pick].float()
-        blocks = -(-count // SORT_BLOCK)
-        block_expert[at // SORT_BLOCK : at // SORT_BLOCK + blocks] = expert
-        at += blocks * SORT_BLOCK
-    return entries, sorted_weights, block_expert, torch.tensor([at, tokens], dtype=torch.int32)
-
-
-def sort_scales(codes: Tensor, entries: Tensor) -> Tensor:
-    """AITER's moe_mxfp4_sort: the token's codes of every sorted entry, shuffled; pad entries get 0."""
-    whole = torch.zeros(-(-len(entries) // SORT_BLOCK) * SORT_BLOCK, codes.shape[1], dtype=torch.uint8)
-    token = (entries & ((1 << TOKEN_BITS) - 1)).long()
-    live = token < len(codes)
-    whole[: len(entries)][live] = codes[token[live]]
-    return layout.shuffle_scale(whole)
-
-
-def code_half_up(amax: Tensor) -> Tensor:
-    """The installed AITER's e8m0 code (int32) of a block: amax / 4, its exponent one more where its fraction is at
-    least one half. It differs from RCEIL (`layout.scale_code`) where amax is 1.5 times a power of two: one more here.
-    """
-    bits = amax.float().contiguous().view(torch.int32)
-    return (bits + 0x400000 >> 23) - 2
-
-
 @dataclass(frozen=True)
 class Moe:
     """Routed experts of one rank, shuffled as SGLang leaves them: w13 uint8 [E, 2*RI, H/2], codes [E, 2*RI, H/32] (gate
@@ -201,29 +118,8 @@ class Moe:
     def kernel(self, file: str, x: Tensor, x_codes: Tensor, ids: Tensor, weights: Tensor, memory: str = "consistent",
                seed: int = 0) -> Tensor:  # fmt: skip
         """bf16 [S, H] by a code object of fmoe/silu, of packed x uint8 [S, H/2] and its codes uint8 [S, H/32]."""
-        experts, hidden, inter = self.sizes
-        code = code_object(f"fmoe/silu/{file}")
-        slice_n = int(re.search(r"_32x(\d+)\.co", file).group(1))
-        entries, sorted_weights, block_expert, used = sort_tokens(ids, weights, experts)
-        out = torch.zeros(len(x), hidden, dtype=torch.bfloat16)
-        tensors = {
-            "O": out, "X": x.contiguous(), "G": self.w13, "U": used, "D": self.w2,
-            "XQ": sort_scales(x_codes, entries), "GQ": self.w13_codes, "DQ": self.w2_codes, "STP": entries,
-            "SW": sorted_weights, "SEP": block_expert,
-        }  # fmt: skip
-        slices = -(-inter // slice_n)
-        persistent = "_ps_" in file
-        groups = CUS * (2 if "_2tg_" in file else 1) if persistent else 0
-        values: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        values |= {
-            "dim": hidden, "hdim": inter, "batch": len(x), "eprt": experts, "Xs": hidden // 2, "GUs": hidden // 2,
-            "Ds": inter // 2, "Os": 2 * hidden, "eGUs": hidden * inter, "eDs": inter // 2 * hidden,
-            "eGUQs": 2 * inter * hidden // 32, "eDQs": hidden * inter // 32, "eSMQs": 4 * inter, "topk": ids.shape[1],
-            "ps_deno": slices, "total_tgs": groups // slices * slices,
-        }  # fmt: skip
-        grid = (groups, 1, 1) if persistent else (slices, len(block_expert), 1)
-        run(code, grid, pack(code, MOE_ARGUMENTS, values), tensors, memory, seed)
-        return out
+        weighted = (self.w13, self.w13_codes, self.w2, self.w2_codes, ids, weights)
+        return aiter_moe.launch(kernels()[file], x, x_codes, *weighted, memory=memory, seed=seed)
 
     def expert(self, e: int) -> tuple[Tensor, Tensor]:
         """Float64 w13 [2*RI, H] and w2 [H, RI]."""

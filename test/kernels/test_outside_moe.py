@@ -18,15 +18,14 @@ from helpers.isa import kernel_text, link
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
-from sgl_amd_mono.sim import CodeObject
-from sgl_amd_mono.sim.disassembler import assembly_text
+from sgl_amd_mono.sim import CodeObject, SimError
+from sgl_amd_mono.sim.disassembler import OBJDUMP_VARIABLE, assembly_text
 from sgl_amd_mono.sim.elf import ElfCodeObject
+from sgl_amd_mono.simulate import aiter_moe
 
 pytestmark = pytest.mark.xdist_group("moe")
 
-MOE_FOLDER = "fmoe/silu"
-MOE_TABLE = "fmoe_bf16_pertokenMXfp4_g1u1_silu.csv"
-FILES = sorted(r["knl_file"] for r in aiter_code.rows(f"{MOE_FOLDER}/{MOE_TABLE}"))
+FILES = sorted(aiter_code.kernels())
 
 # ---- the disassembly ----
 
@@ -35,7 +34,8 @@ MFMA_SCALE_UNUSED = 0x6000
 
 
 @pytest.mark.parametrize(
-    "file", [f"f4gemm/{gemm.file}" for gemm in aiter_code.gemms().values()] + [f"{MOE_FOLDER}/{f}" for f in FILES]
+    "file",
+    [f"f4gemm/{gemm.file}" for gemm in aiter_code.gemms().values()] + [f"{aiter_code.MOE_FOLDER}/{f}" for f in FILES],
 )
 def test_the_disassembly_assembles_to_the_same_code(file: str, tmp_path: Path) -> None:
     """What the simulator reads, put through LLVM's assembler again, is the code object's machine code: every
@@ -149,10 +149,6 @@ def random_step(rows: int, picks: int, seed: int) -> tuple[torch.Tensor, torch.T
     return torch.randn(rows, HIDDEN, generator=rng).bfloat16(), ids, weights
 
 
-def slice_width(file: str) -> int:
-    return int(file.rsplit("x", 1)[1].removesuffix(".co"))
-
-
 def sliced(moe: Moe, width: int) -> list[Moe]:
     """The experts cut in slices of the intermediate columns, as the kernel's workgroups take them."""
     slices = moe.sizes[2] // width
@@ -178,7 +174,7 @@ def sliced(moe: Moe, width: int) -> list[Moe]:
 def test_fused_moe(file: str) -> None:
     """One pick a row and one slice, or one pick and two slices: no order is left open, and every bit is the
     definition's. Rows share experts, and more of them than a block of 32 picks one."""
-    width = slice_width(file)
+    width = aiter_code.kernels()[file].slice
     moe = random_moe(HIDDEN, INTER, EXPERTS, seed=3)
     x, ids, weights = random_step(40, 1, seed=4)
     ids[:34] = 5
@@ -212,6 +208,39 @@ def test_the_sorting_of_tokens() -> None:
     assert entries[32:35].tolist() == [1 << 24, 2, pad] and entries[64:67].tolist() == [0, 1 << 24 | 1, pad]
     assert sorted_weights[[0, 1, 32, 33, 64, 65]].tolist() == [0.5, 0.875, 0.25, 0.125, 0.75, 0.5]
     assert (entries[96:] == pad).all() and len(entries) == 6 + 4 * 32 - 2
+
+
+def test_the_choice_of_a_kernel() -> None:
+    """AITER's rule by hand: 33 blocks leave fewest CUs idle in slices of 256; at 256 columns there is no other."""
+    assert aiter_moe.choose(256, 33).file == FILE and aiter_moe.choose(512, 33).file == FILE
+    assert aiter_moe.choose(512, 200).slice == 512, "400 workgroups would need two rounds of 256 CUs"
+    with pytest.raises(SimError, match="intermediate width of 384"):
+        aiter_moe.choose(384, 33)
+
+
+@pytest.mark.parametrize("inter", [256, 512])
+def test_fused_moe_as_sglang_calls_it(inter: int) -> None:
+    """bf16 rows, any number of them, scales of all experts as one matrix, int32 ids; the rule of the rows' scales."""
+    moe = random_moe(HIDDEN, inter, EXPERTS, seed=7)
+    x, ids, weights = random_step(9, 1, seed=8)
+    scales = {"w1_scale": moe.w13_codes.flatten(0, 1), "w2_scale": moe.w2_codes.flatten(0, 1)}
+    before = aiter_moe.ran[FILE]
+    for code in (layout.scale_code, code_half_up):
+        got = aiter_moe.fused_moe(x, moe.w13, moe.w2, weights, ids.int(), **scales, code=code)
+        quantised = layout.quantize_mxfp4(x, code)
+        parts = [m.contributions(*quantised, ids, weights, code_half_up) for m in sliced(moe, 256)]
+        assert torch.equal(got, add_in_bf16(torch.cat(parts, 1), range(len(parts))))
+    assert aiter_moe.ran[FILE] == before + 2
+    with pytest.raises(SimError, match="hidden size 512"):
+        aiter_moe.fused_moe(x[:, :512], moe.w13, moe.w2[:, :512], weights, ids, **scales)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert aiter_moe.unavailable() is None
+    monkeypatch.setenv(OBJDUMP_VARIABLE, str(tmp_path / "absent"))
+    assert "absent is not a program" in aiter_moe.unavailable()
+    monkeypatch.setattr(aiter_moe, "DISTRIBUTION", "no-such-distribution")
+    assert "requirements/aiter.txt" in aiter_moe.unavailable()
 
 
 # ---- K2's experts against it ----
