@@ -129,7 +129,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 def choose(inter: int, blocks: int) -> Kernel:
-    """AITER's choice for that intermediate width and number of token blocks, of the kernels whose grid does not persist.
+    """AITER's choice for that intermediate width and number of token blocks, of the kernels with a plain grid.
 
     Fewest rounds of the CUs, then fewest idle ones. Raises SimError where none divides the width.
     """
@@ -181,8 +181,8 @@ def sort_scales(codes: Tensor, entries: Tensor) -> Tensor:
 
 
 def code_half_up(amax: Tensor) -> Tensor:
-    """The e8m0 code (int32) of a block by the wheel of November 2025: amax / 4, its exponent one more where its fraction
-    is at least one half. It differs from RCEIL (`layout.scale_code`) where amax is 1.5 times a power of two: one more.
+    """The e8m0 code (int32) of a block by the wheel of November 2025: the exponent of amax / 4, one more where its
+    fraction is at least one half. It is one above RCEIL (`layout.scale_code`) where amax is 1.5 times a power of two.
     """
     bits = amax.float().contiguous().view(torch.int32)
     return (bits + 0x400000 >> 23) - 2
@@ -190,8 +190,8 @@ def code_half_up(amax: Tensor) -> Tensor:
 
 def launch(kernel: Kernel, x: Tensor, x_codes: Tensor, w1: Tensor, w1_codes: Tensor, w2: Tensor, w2_codes: Tensor,
            ids: Tensor, weights: Tensor, memory: str = "consistent", seed: int = 0) -> Tensor:  # fmt: skip
-    """bf16 [S, H] by one kernel, of packed x uint8 [S, H/2] with codes uint8 [S, H/32], and experts that are shuffled as
-    SGLang leaves them: w1 uint8 [E, 2I, H/2] (gate rows, then up rows), w2 uint8 [E, H, I/2], their codes."""
+    """bf16 [S, H] by one kernel, of packed x uint8 [S, H/2] with codes uint8 [S, H/32], and experts that are shuffled
+    as SGLang leaves them: w1 uint8 [E, 2I, H/2] (gate rows, then up rows), w2 uint8 [E, H, I/2], their codes."""
     experts, hidden, inter = w2.shape[0], w2.shape[1], 2 * w2.shape[2]
     code = code_object(f"{MOE_FOLDER}/{kernel.file}")
     entries, sorted_weights, block_expert, used = sort_tokens(ids, weights, experts)

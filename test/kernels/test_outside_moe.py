@@ -33,10 +33,10 @@ FILES = sorted(aiter_code.kernels())
 MFMA_SCALE_UNUSED = 0x6000
 
 
-@pytest.mark.parametrize(
-    "file",
-    [f"f4gemm/{gemm.file}" for gemm in aiter_code.gemms().values()] + [f"{aiter_code.MOE_FOLDER}/{f}" for f in FILES],
-)
+GEMM_FILES = [f"f4gemm/{gemm.file}" for gemm in aiter_code.gemms().values()]
+
+
+@pytest.mark.parametrize("file", [*GEMM_FILES, *(f"{aiter_code.MOE_FOLDER}/{f}" for f in FILES)])
 def test_the_disassembly_assembles_to_the_same_code(file: str, tmp_path: Path) -> None:
     """What the simulator reads, put through LLVM's assembler again, is the code object's machine code: every
     instruction and every branch."""
