@@ -74,7 +74,7 @@ def line_of(pattern: str, after: int = 0) -> int:
 
 
 def z_store() -> int:
-    return line_of(r"global_store_dword (?!.*sc0).* sc1")
+    return line_of(r"global_store_short .* sc1")
 
 
 def without_store_wait():

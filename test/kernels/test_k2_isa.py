@@ -52,7 +52,8 @@ def test_scopes_of_hand_offs(geometry: Geometry) -> None:
     assert stores.count("") == 1, "a pair is stored without a scope"  # next_z, which a later launch reads
     assert loads <= {"sc1", "sc0 sc1", ""}
     assert re.search(r"buffer_load_dwordx4 [^\n]* sc1\n", isa)
-    assert re.search(r"global_store_dword [^\n]*[^0] sc1\n", isa)  # z
+    assert re.search(r"global_store_short [^\n]* sc1\n", isa)
+    assert not re.search(r"global_store_short [^\n]*, off(?: offset:\d+)?\n", isa)
 
 
 @pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
@@ -128,7 +129,7 @@ def flags_before_drain(isa: str) -> list[isa_text.Line]:
     """Pair stores that follow a store of z without `vmcnt(0)` in between (a wave stores z and its flag itself)."""
     waiting, bad = False, []
     for line in isa_text.lines_of(isa):
-        if line.mnemonic == "global_store_dword" and isa_text.is_scoped_store(line):
+        if line.mnemonic == "global_store_short" and isa_text.is_scoped_store(line):
             waiting = True
         elif line.mnemonic == "s_waitcnt" and "vmcnt(0)" in line.text:
             waiting = False

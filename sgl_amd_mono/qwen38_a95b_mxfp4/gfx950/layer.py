@@ -7,7 +7,7 @@ One workgroup of 512 threads on each CU, all resident, all ranks together; S = w
 hand-off       value                                                   written by                           scope
 =============  ======================================================  ===================================  =========
 AR             bf16 pairs of the output projection's partials          every workgroup, to every rank       cross 1
-Z, MSQ         z rows as scaled f16; sums of squares, also their flag  the H/128 workgroups of the norm     device 1
+Z, MSQ         z rows in 24 bits; sums of squares, which are the flag  the H/128 workgroups of the norm     device 1
 RLOG           bf16 logits of two rows                                 a workgroup an expert, to all ranks  cross 2
 SHARED, GATE   shared expert's activation, its sigmoid gate            `shared_blocks`; one workgroup       device
 INTER          routed intermediates: MXFP4 words and codes             a workgroup a (slot, 32 columns)     device 2
@@ -100,8 +100,6 @@ INTER_WORDS = 4  # words of 8 e2m1 in one MX block
 INTER_PAIRS = INTER_WORDS + 1  # ... and its code
 LDS_PAD = 16  # bytes after an LDS row, so that rows start in different banks
 LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
-F16_TOP = 15  # 2**15 is the largest power of two below f16's largest value
-F32_BIAS = 127
 REGION_ALIGN = 256
 
 
@@ -150,8 +148,8 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
     """Named ranges of the scratch buffer.
 
     Mailboxes: MSQ [S][H/128], SHARED [ceil(S/2)][SI], GATE [S], INTER [S][top_k][RI/32][5], MARKS [blocks], all pairs.
-    Plain: Z f16 [S][H] (see `norm`), X bf16 [S][H], ROUTE int32 ids [S][16], then f32 weights [S][16] (top_k of each
-    are used); X and ROUTE are there for check mode and tests.
+    Plain: Z_HIGH uint16 [S][H] and Z_LOW uint8 [S][H] (bits 31..16 and 15..8 of z), X bf16 [S][H], ROUTE int32 ids
+    [S][16], then f32 weights [S][16] (top_k of each are used); X and ROUTE are there for check mode and tests.
     """
     s, h = width, geometry.hidden
     sizes = {
@@ -160,7 +158,8 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
         "GATE": s * PAIR_BYTES,
         "INTER": s * geometry.top_k * (geometry.moe_intermediate // MX_BLOCK) * INTER_PAIRS * PAIR_BYTES,
         "MARKS": geometry.blocks * PAIR_BYTES,
-        "Z": 2 * s * h,
+        "Z_HIGH": 2 * s * h,
+        "Z_LOW": s * h,
         "X": 2 * s * h,
         "ROUTE": 2 * s * ROUTE_WORDS * 4,
     }
@@ -479,7 +478,7 @@ class _Launch:
         code_row = g.hidden // MX_BLOCK + LDS_PAD
         sizes = {
             "dead": 16,
-            "rstd": 4 * s * g.norm_partials,  # of a row, with the scale of each partial's z
+            "rstd": 4 * MAX_ROWS,
             "gates": 4 * MAX_ROWS,
             "masks": 8 * WAVES,
             "ids": 4 * ROUTE_WORDS * s,
@@ -664,9 +663,9 @@ def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, 
 def norm(k: _Launch) -> None:
     """Workgroups 0 .. H/128 - 1, wave t = row t, a lane two of the 128 columns. Waits for AR; publishes Z and MSQ.
 
-    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels as f16 of z * 2**n (see
-    `_z_exponent`), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after
-    this wave's stores of z have completed.
+    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels in 24 bits (nearest
+    even), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after this
+    wave's stores of z have completed.
     """
     d, g, s = k.d, k.g, k.s
     with k.at(k.below(k.block, g.norm_partials)), k.at(k.below(k.wave, s)):
@@ -680,9 +679,12 @@ def norm(k: _Launch) -> None:
         rounded = d.select(live, d.pack_bf16(*z), d.I32(0))
         d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2, d.AGENT)  # the final sum reads it back
         total = d.wave_sum(z[0] * z[0] + z[1] * z[1])
-        exponent = _z_exponent(k, total)
-        word = d.pack_f16(*(d.ldexp(v, exponent) for v in z))
-        d.store(word, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z"].offset, d.AGENT)
+        bits = [_round_z(k, v) for v in z]
+        high = (bits[1] & I32_HIGH) | d.shift_right_logical(bits[0], d.I32(16))
+        low = (d.shift_right_logical(bits[0], d.I32(8)) & 0xFF) | (bits[1] & 0xFF00)
+        d.store(high, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z_HIGH"].offset, d.AGENT)
+        low = d.trunc(low, d.I16)
+        d.store(low, k.a["scratch"], t * g.hidden + column + k.scratch["Z_LOW"].offset, d.AGENT)
         d.wait_stores()
         with k.at(k.equal(k.lane, 0)):
             k.sync.put(k.msq, t * g.norm_partials + k.block, total)
@@ -691,15 +693,11 @@ def norm(k: _Launch) -> None:
 I32_HIGH = -65536  # bits 31..16
 
 
-def _z_exponent(k: _Launch, total: Any) -> Any:
-    """n of a partial with that sum of squares: |z| * 2**n <= 2**15, so that f16 holds z with 11 bits down to
-    2**-29 of the partial's norm.
-
-    With 2**e <= total < 2**(e + 1), |z| < 2**((e + 1) / 2); n = 15 - ceil((e + 1) / 2).
-    """
+def _round_z(k: _Launch, value: Any) -> Any:
+    """Bits of an f32 rounded (nearest even) so that bits 31..8 hold it."""
     d = k.d
-    biased = d.shift_right_logical(d.bitcast(total, d.I32), d.I32(23)) & 0xFF
-    return F16_TOP - ((biased - (F32_BIAS - 2)) >> 1)
+    bits = d.bitcast(value, d.I32)
+    return bits + (d.shift_right_logical(bits, d.I32(8)) & 1) + 0x7F
 
 
 @dataclass
@@ -766,7 +764,7 @@ def _extra_row(k: _Launch, i: Any) -> Any:
 def await_norm(k: _Launch) -> None:
     """Wave 7 waits for MSQ of all rows and sums the partials (butterfly over the lanes): rstd to LDS (all workgroups).
 
-    rstd = v_rsq(sum / H + eps), kept once for each partial, times the power of two that undoes the scale of its z.
+    rstd = v_rsq(sum / H + eps).
     """
     d, g, s = k.d, k.g, k.s
     with k.at(k.equal(k.wave, WAVES - 1)):
@@ -775,9 +773,7 @@ def await_norm(k: _Launch) -> None:
         values = k.sync.poll([(k.msq, t * g.norm_partials + partial) for t in range(s)], [d.F32] * s)
         for t, value in enumerate(values):
             total = d.wave_sum(d.select(has, value, d.F32(0.0)))
-            rstd = d.rsq(total * d.F32(1.0 / g.hidden) + d.F32(g.eps))
-            with k.at(has):
-                k.rstd.store(d.ldexp(rstd, 0 - _z_exponent(k, value)), k.lane * 4 + 4 * t * g.norm_partials)
+            k.rstd.store(d.rsq(total * d.F32(1.0 / g.hidden) + d.F32(g.eps)), 4 * t)
     k.sync.barrier()
     d.compiler_fence()
 
@@ -797,16 +793,21 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
     z = d.Buffer(k.a["scratch"], scratch_bytes(g, s))
     columns = [_unit_column(k, j) for j in range(p.wave_units)]
     raw = [
-        [z.load((t * g.hidden + c) * 2 + k.scratch["Z"].offset, d.vec(d.I32, 4), d.AGENT) for c in columns]
+        [
+            (
+                z.load((t * g.hidden + c) * 2 + k.scratch["Z_HIGH"].offset, d.vec(d.I32, 4), d.AGENT),
+                z.load(t * g.hidden + c + k.scratch["Z_LOW"].offset, d.vec(d.I32, 2), d.AGENT),
+            )
+            for c in columns
+        ]
         for t in range(s)
     ]
     scale = [[v + d.F32(1.0) for v in _unpack8(k, w)] for w in rows.norm]
     weights = [[_unpack8(k, w) for w in row] for row in rows.rows]
     for t in range(s):
+        rstd = k.rstd.load(4 * t, d.F32)
         x = []
         for j, column in enumerate(columns):
-            partial = column >> (NORM_COLUMNS.bit_length() - 1)
-            rstd = k.rstd.load(partial * 4 + 4 * t * g.norm_partials, d.F32)
             words = _x_words(k, raw[t][j], rstd, scale[j])
             x.append([v for word in words for v in d.f32_from_bf16_pair(word)])
             _keep_x(k, t, column, words, x[j])
@@ -828,14 +829,17 @@ def _unpack8(k: _Launch, words: Any) -> list[Any]:
     return [v for i in range(4) for v in k.d.f32_from_bf16_pair(k.d.vector_element(words, i))]
 
 
-def _x_words(k: _Launch, raw: Any, rstd: Any, scale: list[Any]) -> list[Any]:
-    """Four words of bf16 pairs: x of the lane's 8 columns from scaled z; `rstd` undoes the scale."""
+def _x_words(k: _Launch, raw: tuple[Any, Any], rstd: Any, scale: list[Any]) -> list[Any]:
+    """Four words of bf16 pairs: x of the lane's 8 columns from the two planes of z."""
     d = k.d
-    words = []
-    for i in range(4):
-        z = d.f32_from_f16_pair(d.vector_element(raw, i))
-        words.append(d.pack_bf16(*((v * rstd) * scale[2 * i + e] for e, v in enumerate(z))))
-    return words
+    high, low = raw
+    y = []
+    for e in range(8):
+        word = d.vector_element(high, e // 2)
+        top = (word << 16) if e % 2 == 0 else (word & I32_HIGH)
+        byte = d.shift_right_logical(d.vector_element(low, e // 4), d.I32(8 * (e % 4))) & 0xFF
+        y.append((d.bitcast(top | (byte << 8), d.F32) * rstd) * scale[e])
+    return [d.pack_bf16(y[2 * i], y[2 * i + 1]) for i in range(4)]
 
 
 def _keep_x(k: _Launch, t: int, column: Any, words: list[Any], values: list[Any]) -> None:

@@ -18,8 +18,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
 
 LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
-NORM_COLUMNS = 128  # columns of a partial of the norm
-F16_TOP = 15  # largest exponent of a published z
+Z_DROPPED_BITS = 8  # a published z keeps 24 of f32's 32 bits
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -108,23 +107,19 @@ def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def round_z(z: torch.Tensor) -> torch.Tensor:
-    """f32 z [S, H] as the norm's workgroups publish it: f16 (nearest even) of z * 2**n, undone again.
-
-    n is a partial's (128 columns): the largest that keeps sqrt(sum of squares) * 2**n at most 2**15.
-    """
-    parts = z.float().reshape(z.shape[0], -1, NORM_COLUMNS)
-    total = (parts.double() ** 2).sum(-1, keepdim=True).float()
-    _, above = torch.frexp(total)  # total < 2**above
-    n = F16_TOP - torch.div(above + 1, 2, rounding_mode="floor")
-    return torch.ldexp(torch.ldexp(parts, n).half().float(), -n).reshape(z.shape)
+    """f32 rounded to the 24 leading bits (nearest even): what the norm's workgroups publish of z."""
+    bits = z.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    low = (1 << Z_DROPPED_BITS) - 1
+    bits = (bits + (low >> 1) + ((bits >> Z_DROPPED_BITS) & 1)) & ~low & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
 
 
 def norm(
     reduced: torch.Tensor, residual: torch.Tensor, norm_w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z16*rstd*(1+w)).
+    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z24*rstd*(1+w)).
 
-    z16 = `round_z(z)`.
+    z24 = `round_z(z)`.
     """
     z = reduced.float() + residual.float()
     rstd = 1.0 / torch.sqrt((z.double() ** 2).mean(-1, keepdim=True) + eps)
