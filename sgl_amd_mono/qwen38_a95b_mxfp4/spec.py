@@ -48,18 +48,34 @@ WIDTHS = tuple(range(1, 9))
 #: SGLang features that are served. Speculative decoding: K2 runs the verify steps. Each other is refused at start.
 FEATURES: frozenset[Feature] = frozenset({Feature.SPECULATIVE_DECODING})
 
-#: Bounds of each launch against SGLang's own layer on the same inputs, in the contract's names. K1's residual is bit
-#: for bit SGLang's; K2's bounds leave room for SGLang's fused MoE kernel, seen at cosine 0.9984 while healthy.
+#: The noise floor: how far the order of float32 sums alone moves a row of an output, roundings to bf16 included, as
+#: 1 - cosine (`rel`: relative L2). K1's at the true sizes, K2's on two ranks of a small one. test/helpers/noise.py
+#: measures them, and a test holds them to these figures.
+NOISE = {
+    "k1.core": 1e-6,
+    "k1.conv": 2e-8,
+    "k1.state": 1e-8,
+    "k2.out": 3e-6,
+    "k2.out.rel": 2.5e-3,
+    "k2.res_out.rel": 1e-4,
+}
+
+#: Bounds of each launch against SGLang's own layer on the same inputs, in the contract's names, as multiples of NOISE.
+#: K1's residual is bit for bit SGLang's. K1's other bounds leave room for one normed element that falls to the other
+#: side of a bf16 step: with MXFP4 projections it may flip a code, which moves all products of its row by about 1e-2
+#: (5e-5 as 1 - cosine). K2's leave room for SGLang's fused MoE kernel, which rounds in places of its own and was seen
+#: at cosine 0.9984 while healthy.
 NUMERICS = Numerics(
     kind=NumericsKind.TOLERANCE,
     bounds={
-        "k1.core.cosine": 0.9999,
-        "k1.conv.cosine": 0.9999,
-        "k1.state.cosine": 0.9999,
+        "k1.core.cosine": 1 - 100 * NOISE["k1.core"],  # 0.9999
+        "k1.conv.cosine": 1 - 5_000 * NOISE["k1.conv"],  # 0.9999
+        "k1.state.cosine": 1 - 10_000 * NOISE["k1.state"],  # 0.9999
         "k1.res_out.max_abs": 0.0,
-        "k2.out.cosine": 0.99,
-        "k2.out.rel": 0.15,
-        "k2.res_out.rel": 0.02,  # ten times a bf16 rounding of every element: the next layer starts from it unchecked
+        "k2.out.cosine": 1 - 3_333 * NOISE["k2.out"],  # 0.990
+        "k2.out.rel": 60 * NOISE["k2.out.rel"],  # 0.15
+        # 0.02: ten times a bf16 rounding of every element; the next layer starts from it unchecked
+        "k2.res_out.rel": 200 * NOISE["k2.res_out.rel"],
     },
 )
 

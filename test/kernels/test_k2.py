@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import k2_bench as kb
+from helpers.noise import TAIL_FLOORS
 
 from sgl_amd_mono.common.sync import EPOCH_MODULUS
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Z_SUM_COLUMNS, Geometry
@@ -18,6 +19,13 @@ ROWS = 8
 PADS = {5: (1,), 7: (0, 6)}  # widths with pad rows, and which
 ADVERSARIAL_SEEDS = 24
 LOGIT_SCALE = 0.25  # a smaller logit has the errors of its 1024 terms, whose root mean square is 1.5
+# Multiples of the noise floor, what the order of float32 sums alone moves: 1.5e-4 of the residual's elements, 2.5e-4 of
+# a normed row, 8e-3 and 2e-2 of the logits, 2.5e-3 of an output row.
+RESIDUAL_SHARE = 60 * TAIL_FLOORS["residual share"]  # 0.009: the definition adds partials that were rounded once
+X_REL = 4 * TAIL_FLOORS["x rel"]  # 1e-3
+GIVEN_X_SHARE = 2.5 * TAIL_FLOORS["given_x share"]  # 0.02
+LOGITS_SHARE = 5 * TAIL_FLOORS["logits share"]  # 0.1
+OUT_REL = 8 * TAIL_FLOORS["out rel"]  # 0.02
 full = pytest.mark.full
 
 
@@ -92,7 +100,7 @@ def test_no_wait_was_lost(tp: int, width: int, memory: str, seed: int) -> None:
 @stages
 def test_residual(tp: int, width: int, memory: str, seed: int) -> None:
     result, want = launch(tp, width, memory, seed), expected(tp, width)
-    assert_ulps(result.residual[0], want.residual, 1, 0.01, "residual")
+    assert_ulps(result.residual[0], want.residual, 1, RESIDUAL_SHARE, "residual")
 
 
 @stages
@@ -109,15 +117,15 @@ def test_what_the_next_norm_starts_from(tp: int, width: int, memory: str, seed: 
 @stages
 def test_normed_rows(tp: int, width: int, memory: str, seed: int) -> None:
     result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
-    assert kb.relative_l2(result.x()[rows], want.x[rows]) <= 1e-3
+    assert kb.relative_l2(result.x()[rows], want.x[rows]) <= X_REL
 
 
 @stages
 def test_logits(tp: int, width: int, memory: str, seed: int) -> None:
     result, rows = launch(tp, width, memory, seed), live(tp, width)
     want = naive.logits(result.x(), weights(tp)[0].tensors["w_router"])
-    assert_ulps(result.logits()[rows], want[rows], 1, 0.02, "logits from the kernel's own x")
-    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, 0.1, "logits", LOGIT_SCALE)
+    assert_ulps(result.logits()[rows], want[rows], 1, GIVEN_X_SHARE, "logits from the kernel's own x")
+    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, LOGITS_SHARE, "logits", LOGIT_SCALE)
 
 
 @stages
@@ -150,7 +158,7 @@ def test_output_from_the_kernels_own_stages(tp: int, width: int, memory: str, se
 def test_end_to_end(tp: int, width: int, memory: str, seed: int) -> None:
     result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
     for t in rows.nonzero().flatten().tolist():
-        assert kb.relative_l2(result.out[0][t], want.out[t]) <= 2e-2
+        assert kb.relative_l2(result.out[0][t], want.out[t]) <= OUT_REL
 
 
 @stages

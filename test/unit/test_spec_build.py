@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import noise
 
 from sgl_amd_mono.common.refusals import by_layer
 from sgl_amd_mono.common.state import AttentionView, LayerState, ModelView, MoeView, RankGroup
@@ -247,5 +248,17 @@ def test_unknown_environment_variables_are_not_asked_for(spec: Any) -> None:
 
 def test_numerics_are_in_the_contracts_names(spec: Any) -> None:
     for name, bound in (("k1.core.cosine", 0.9999), ("k1.res_out.max_abs", 0.0), ("k2.out.cosine", 0.99)):
-        assert spec.NUMERICS.bound(name) == bound
+        assert spec.NUMERICS.bound(name) == pytest.approx(bound, abs=1e-5)
     assert spec.SPEC.numerics is spec.NUMERICS and spec.SPEC.api_version == 1
+
+
+def test_numerics_are_multiples_of_the_noise_that_is_measured(spec: Any) -> None:
+    """The floors of the spec are those of `helpers.noise`, which a test measures again."""
+    front = {f"k1.{name}": floor for name, floor in noise.LAYER_FLOORS.items()}
+    of_tail = (("k2.out", "out angle"), ("k2.out.rel", "out rel"), ("k2.res_out.rel", "residual rel"))
+    tail = {name: noise.TAIL_FLOORS[floor] for name, floor in of_tail}
+    assert front | tail == spec.NOISE
+    for name, floor in spec.NOISE.items():
+        bound = spec.NUMERICS.bound(name if name.endswith(".rel") else f"{name}.cosine")
+        allowed = bound if name.endswith(".rel") else 1 - bound
+        assert allowed >= 10 * floor, f"{name}: the bound {bound} is within the noise"
