@@ -42,6 +42,8 @@ GEMM_ARGUMENTS = (
     ("log2_k_split", "I"),
 )  # fmt: skip
 
+BF16_GEMM_ARGUMENTS = (*GEMM_ARGUMENTS[:17], ("splitk", "I"))
+
 
 def padded_scale(codes: Tensor) -> Tensor:
     """AITER's e8m0_shuffle: rows padded to 256 (here with code 127), then shuffled."""
@@ -95,6 +97,35 @@ def gemms() -> dict[str, Gemm]:
         for r in rows("f4gemm/f4gemm_bf16_per1x32Fp4.csv")
     ]
     return {g.name: g for g in table}
+
+
+@dataclass(frozen=True)
+class Bf16Gemm:
+    """One bf16gemm code object: a row of its table."""
+
+    file: str
+    tile_m: int
+    tile_n: int
+
+    def __call__(self, a: Tensor, b: Tensor, splits: int = 1) -> Tensor:
+        """f32 [M, N] = a @ b^T of bf16 [M, K] and [N, K]; the splits of K add to memory by f32 atomics."""
+        code = code_object(f"bf16gemm/{self.file}")
+        out = torch.zeros(len(a), len(b))
+        tensors = {"D": out, "A": a, "B": b}
+        values: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        values |= {
+            "alpha": 1.0, "strideC0": 4 * len(b), "strideA0": 2 * a.shape[1], "strideB0": 2 * b.shape[1],
+            "Mdim": len(a), "Ndim": len(b), "Kdim": a.shape[1], "splitk": splits,
+        }  # fmt: skip
+        grid = (-(-len(b) // self.tile_n), -(-len(a) // self.tile_m), splits)
+        run(code, grid, pack(code, BF16_GEMM_ARGUMENTS, values), tensors)
+        return out
+
+
+@cache
+def bf16_gemms() -> dict[str, Bf16Gemm]:
+    table = rows("bf16gemm/bf16gemm_outf32.csv")
+    return {r["knl_file"]: Bf16Gemm(r["knl_file"], int(r["tileM"]), int(r["tileN"])) for r in table}
 
 
 # ---- fused MoE ----
