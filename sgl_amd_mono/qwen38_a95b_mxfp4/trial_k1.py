@@ -16,7 +16,7 @@ from sgl_amd_mono.common.build import Artifact, build
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Z_SUM_COLUMNS, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, gdn_front
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import GdnTrace, GdnWeights, core_of_parts, gdn_front
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layout import E2M1, MX_BLOCK
 
 LAYER = 5
@@ -85,6 +85,8 @@ class K1Case:
     ssm_state: Tensor
     residual_out: Tensor = field(init=False)
     core: Tensor = field(init=False)
+    core_z: Tensor | None = field(init=False)
+    core_squares: Tensor | None = field(init=False)
     z: Tensor | None = field(init=False)
     squares: Tensor | None = field(init=False)
     scratch: Tensor = field(init=False)
@@ -96,12 +98,21 @@ class K1Case:
         g, width = self.key.geometry, self.key.width
         self.residual_out = torch.full((width, g.hidden), JUNK, dtype=torch.bfloat16)
         self.core = torch.full((width, g.core_width), JUNK, dtype=torch.bfloat16)
+        one_hop = self.key.one_hop
+        self.core_z = torch.full_like(self.core, JUNK) if one_hop else None
+        self.core_squares = torch.full((width, g.gdn_units), JUNK) if one_hop else None
         self.z = torch.empty(width, g.hidden) if self.key.given_z else None
         self.squares = torch.empty(width, g.z_sums) if self.key.given_z else None
         self.scratch = torch.zeros(gdn.scratch_bytes(g, width), dtype=torch.uint8)
         self.fault_blocks = [torch.zeros(FAULT_BLOCK_BYTES // 4, dtype=torch.int32) for _ in range(g.tp)]
         self.peers = torch.tensor([b.data_ptr() for b in self.fault_blocks], dtype=torch.int64)
         self.epoch = torch.tensor([EPOCH], dtype=torch.int32)
+
+    def gated_core(self) -> Tensor:
+        """The core that the launch wrote, or that the K2 behind forms of what it left."""
+        if not self.key.one_hop:
+            return self.core
+        return core_of_parts(self.core, self.core_z, self.core_squares, self.weights.gnorm_w, self.key.geometry.eps)
 
     @property
     def fault(self) -> FaultState:
@@ -162,6 +173,8 @@ class K1Case:
             "state_index": self.state_index,
             "residual_out": self.residual_out,
             "core": self.core,
+            "core_z": self.core_z,
+            "core_squares": self.core_squares,
             "scratch": self.scratch,
             "peers": self.peers,
             "epoch": self.epoch,

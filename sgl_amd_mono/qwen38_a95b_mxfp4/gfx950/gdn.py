@@ -68,7 +68,15 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-OUTPUTS = ("conv_state", "ssm_state", "residual_out", "core", "scratch")  # what the kernel writes
+OUTPUTS = (
+    "conv_state",
+    "ssm_state",
+    "residual_out",
+    "core",
+    "core_z",
+    "core_squares",
+    "scratch",
+)  # what the kernel writes
 ABI: Abi = (
     ("hidden", "ptr"),
     ("residual", "ptr"),
@@ -88,6 +96,8 @@ ABI: Abi = (
     ("state_index", "ptr"),
     ("residual_out", "ptr"),
     ("core", "ptr"),
+    ("core_z", "ptr"),
+    ("core_squares", "ptr"),
     ("scratch", "ptr"),
     ("peers", "ptr"),
     ("epoch", "ptr"),
@@ -119,6 +129,7 @@ HALF = 32  # lanes that hold one state row, four columns each
 LANE_COLUMNS = 4
 CONV_TAPS = 4
 CONV_STATE_TAPS = 3
+TAPS = (LANE_COLUMNS + 1) * CONV_STATE_TAPS  # conv window taps of a lane
 L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 LOAD_REGISTERS = 200  # vector registers that rows and weights in flight may take; the rest of 256 is for addresses
@@ -128,7 +139,7 @@ X_GROUP = 4  # tiles whose x is read from LDS together, one group ahead of the p
 BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
 SCRATCH_ALIGN = 256
 # Words of a parked result a lane: state (f32 is the wider), windows, o, weight of the gated norm.
-HELD_WORDS = LANE_COLUMNS * LANE_COLUMNS + (LANE_COLUMNS + 1) * CONV_STATE_TAPS + 2
+HELD_WORDS = LANE_COLUMNS * LANE_COLUMNS + TAPS + 2
 WAVE_ORDER = tuple(range(8))  # in which the waves' products are added
 
 
@@ -144,6 +155,7 @@ class GdnKey(BuildKey):
 
     own_norm: z and its squares are formed here from hidden and residual; else they are read as the K2 before left them.
     A model's first layer has no K2 before it and forms them from hidden.
+    one_hop: the gated norm is left to the K2 behind: `core` is o, `core_z` z, `core_squares` the units' sums of o^2.
     """
 
     geometry: Geometry
@@ -152,6 +164,7 @@ class GdnKey(BuildKey):
     state_dtype: str = "float32"
     round_beta: bool = True
     own_norm: bool = False
+    one_hop: bool = False
     stop: bool = True
     qkvz_format: str = BF16
     ba_format: str = BF16
@@ -342,6 +355,8 @@ def launch_args(
     state_index: Tensor,
     residual_out: Tensor,
     core: Tensor,
+    core_z: Tensor | None = None,
+    core_squares: Tensor | None = None,
     scratch: Tensor,
     peers: Tensor,
     epoch: Tensor,
@@ -371,6 +386,8 @@ def launch_args(
         "state_index": state_index,
         "residual_out": residual_out,
         "core": core,
+        "core_z": 0 if core_z is None else core_z,
+        "core_squares": 0 if core_squares is None else core_squares,
         "scratch": scratch,
         "peers": peers,
         "epoch": epoch,
@@ -410,6 +427,8 @@ def check_args(key: GdnKey, **tensors: Tensor) -> None:
         "gnorm_w": ((g.head_dim,), "bfloat16"),
         "residual_out": ((key.width, g.hidden), "bfloat16"),
         "core": ((key.width, g.core_width), "bfloat16"),
+        "core_z": ((key.width, g.core_width), "bfloat16"),
+        "core_squares": ((key.width, g.gdn_units), "float32"),
     }
     for name, tensor in tensors.items():
         if name not in wanted:
@@ -698,27 +717,54 @@ def _loaded_like(c: _Front) -> list[Any]:
     """Types of a unit's loads, in their order."""
     d = c.d
     state = d.vec(d.I32, LANE_COLUMNS * c.state_size // 4)
-    taps = (LANE_COLUMNS + 1) * CONV_STATE_TAPS
-    return [*[state] * LANE_COLUMNS, *[d.I32] * taps, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
+    return [*[state] * LANE_COLUMNS, *[d.I32] * TAPS, *[d.vec(d.I32, 4)] * 2, d.vec(d.I32, 2), *[d.I32] * 3]
 
 
-def load_unit(c: _Front, u: Unit) -> Unit:
-    """Waves with a unit of a live row: issue the loads of its state, conv windows and constants."""
+def _load_taps(c: _Front, u: Unit) -> list[Any]:
+    """Conv windows of the lane's four q or k channels and its v channel, bits."""
+    d, a = c.d, c.a
+    channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
+    conv_buffer = d.Buffer(u.conv_base)
+    first = [u.channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
+    return [
+        d.zext(conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
+        for start in [*first, u.v_channel_bytes]
+        for j in range(CONV_STATE_TAPS)
+    ]
+
+
+def windows_read(c: _Front, u: Unit) -> None:
+    """One hop: every conv window that a wave uses has been read when its workgroup publishes, so that a workgroup's
+    PROJ pair tells the windows' owner that it may write. The first unit's are in registers; those of further units (a
+    grid smaller than the step's units) are parked in HELD."""
+    d = c.d
+    d.need(*u.loaded[LANE_COLUMNS : LANE_COLUMNS + TAPS])
+
+    def park(unit_round: Any) -> None:
+        u = find_unit(c, unit_round)
+        with d.if_(_is_live(c, u)):
+            for n, word in enumerate(_load_taps(c, u)):
+                d.store(word, c.held, _held_place(c, u, n))
+
+    if c.key.unit_rounds > 1:
+        d.for_range(1, c.key.unit_rounds, 1, [], park)
+        d.wait_stores()
+
+
+def load_unit(c: _Front, u: Unit, parked: bool = False) -> Unit:
+    """Waves with a unit of a live row: issue the loads of its state, conv windows (`parked`: in HELD), constants."""
     d, g, a = c.d, c.g, c.a
     row_bytes = g.head_dim * c.state_size
     like = _loaded_like(c)
-    channel_stride, tap_stride = a["conv_channel_stride"] * BF16_BYTES, a["conv_tap_stride"] * BF16_BYTES
     tap_bytes = CONV_TAPS * BF16_BYTES
 
     def loads() -> list[Any]:
-        state_buffer, conv_buffer, conv_w = d.Buffer(u.state_base), d.Buffer(u.conv_base), d.Buffer(a["conv_w"])
+        state_buffer, conv_w = d.Buffer(u.state_base), d.Buffer(a["conv_w"])
         state = [state_buffer.load(u.state_offset + i * row_bytes, like[0]) for i in range(LANE_COLUMNS)]
-        first = [u.channel_bytes + channel_stride * i for i in range(LANE_COLUMNS)]
-        taps = [
-            d.zext(conv_buffer.load(start + tap_stride * j, d.I16), d.I32)
-            for start in [*first, u.v_channel_bytes]
-            for j in range(CONV_STATE_TAPS)
-        ]
+        if parked:
+            taps = [d.load(c.held, _held_place(c, u, n), d.I32) for n in range(TAPS)]
+        else:
+            taps = _load_taps(c, u)
         channel = _channel(c, u.key_head)
         own_row = u.index * GDN_UNIT_ROWS + _own_row(c)
         return [
@@ -1134,6 +1180,8 @@ def in_proj(c: _Front, weights: Weights) -> Unit:
     wave_bytes = c.rows * gemv.COLUMN_BYTES
     task_bytes = g.waves * wave_bytes
     gemv.store_partials(c.lds["ACC"], acc, c.rows, c.wave * wave_bytes, task_bytes)
+    if c.key.one_hop:
+        windows_read(c, unit)
     c.sync.barrier()
     publish_products(c, w, wave_bytes, task_bytes)
     return unit
@@ -1192,7 +1240,10 @@ class Result:
 
 def gdn_unit(c: _Front, u: Unit) -> None:
     """Waves with a unit (see Unit): conv, gates, delta rule, gated norm, state. A pad row gets a zero core row only."""
-    _if_unit(c, u, lambda: finish_unit(c, u, start_unit(c, u)))
+    if c.key.one_hop:
+        _if_unit(c, u, lambda: leave_unit(c, u))
+    else:
+        _if_unit(c, u, lambda: finish_unit(c, u, start_unit(c, u)))
 
 
 def _if_unit(c: _Front, u: Unit, live: Callable[[], None]) -> None:
@@ -1203,7 +1254,10 @@ def _if_unit(c: _Front, u: Unit, live: Callable[[], None]) -> None:
         with d.if_(_is_live(c, u)):
             live()
         with d.if_(d.compare("eq", u.live, d.I32(0))):
-            _store_core(c, u, d.I16(0))
+            if c.key.one_hop:
+                _store_parts(c, u, d.I16(0), d.I16(0), d.F32(0.0))
+            else:
+                _store_core(c, u, "core", d.I16(0))
         return []
 
     if u.some is None:
@@ -1216,8 +1270,13 @@ def _if_unit(c: _Front, u: Unit, live: Callable[[], None]) -> None:
 def gdn_rounds(c: _Front, first: Unit) -> None:
     """Waves with several units (a grid smaller than the step's units): all of them are started, and their sums
     published, before the first head's sums are awaited, so that a row's hand-offs never follow another row's. Between
-    the two the results lie in HELD, which only the lane itself writes and reads."""
+    the two the results lie in HELD, which only the lane itself writes and reads. One hop has no second
+    wait."""
     d = c.d
+    if c.key.one_hop:
+        gdn_unit(c, first)
+        d.for_range(1, c.key.unit_rounds, 1, [], lambda i: gdn_unit(c, load_unit(c, find_unit(c, i), parked=True)))
+        return
 
     def start(u: Unit) -> None:
         _if_unit(c, u, lambda: hold(c, u, start_unit(c, u)))
@@ -1235,19 +1294,39 @@ def gdn_rounds(c: _Front, first: Unit) -> None:
 def start_unit(c: _Front, u: Unit) -> Result:
     """Wait "proj", compute the unit up to its output rows, publish their sum of squares (ONRM)."""
     d, g = c.d, c.g
-    qk, v_new, ba = poll_projections(c, u)
+    qk, v_new, ba, _ = poll_projections(c, u)
+    result, squares = compute_unit(c, u, qk, v_new, ba)
+    with d.if_(d.compare("eq", c.lane, d.I32(0))):
+        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, squares)
+    return result
+
+
+def compute_unit(c: _Front, u: Unit, qk: list[Any], v_new: Any, ba: Any) -> tuple[Result, Any]:
+    """The unit from its projections up to its output rows, and the sum of their squares."""
+    d = c.d
     given = arrived(c, u)
     q, k, v, windows, v_window = convolve(c, given, qk, v_new)
     decay, beta = gates(c, given, ba)
     o, state = delta_rule(c, given, q, k, v, decay, beta)
     low, high = d.wave_halves(d.wave_sum(o * o, LANE_COLUMNS))
-    with d.if_(d.compare("eq", c.lane, d.I32(0))):
-        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, low + high)
     if c.key.state_dtype == "float32":
         words = [[d.bitcast(d.vector_element(pair, n), d.I32) for pair in row for n in range(2)] for row in state]
     else:
         words = [[_pack(c, pair) for pair in row] for row in state]
-    return Result(words, windows, v_window, d.bitcast(o, d.I32), given.gnorm_w)
+    return Result(words, windows, v_window, d.bitcast(o, d.I32), given.gnorm_w), low + high
+
+
+def leave_unit(c: _Front, u: Unit) -> None:
+    """One hop: wait "proj" with z, compute the unit, write o, z, the sum of o^2, the state and the v window; owners
+    wait "window" and write q and k windows."""
+    d = c.d
+    qk, v_new, ba, z = poll_projections(c, u)
+    error = c.sync.error_word()  # issued here, looked at before the stores: it costs no trip
+    result, squares = compute_unit(c, u, qk, v_new, ba)
+    c.sync.leave_if_set(error)
+    _store_parts(c, u, d.bf16_bits(d.bitcast(result.o, d.F32)), d.bf16_bits(z), squares)
+    store_state(c, u, result.state, result.v_window)
+    store_windows(c, u, result.windows)
 
 
 def finish_unit(c: _Front, u: Unit, result: Result) -> None:
@@ -1258,7 +1337,7 @@ def finish_unit(c: _Front, u: Unit, result: Result) -> None:
     squares, z = await_squares(c, u)
     core = gated_norm(c, d.bitcast(result.o, d.F32), result.gnorm_w, squares, z)
     c.sync.leave_if_set(error)
-    _store_core(c, u, d.bf16_bits(core))
+    _store_core(c, u, "core", d.bf16_bits(core))
     store_state(c, u, result.state, result.v_window)
     store_windows(c, u, result.windows)
 
@@ -1323,9 +1402,9 @@ def _own_half(c: _Front, word: Any) -> Any:
     return d.select(odd, d.shift_right_logical(word, d.I32(16)), word & 0xFFFF)
 
 
-def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any]:
+def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any, Any]:
     """Wait "proj": the lane's four q or k channels (two words of bf16 pairs), its v channel (bits), its slice of b
-    (lanes 0..15 of each half) or a (lanes 16..31), f32."""
+    (lanes 0..15 of each half) or a (lanes 16..31), f32; with one hop z of its row too, else None."""
     d, g = c.d, c.g
     channel = _channel(c, u.key_head)
     v_channel = _value_row(c, u) + (_own_row(c) & ~1) + g.v_offset
@@ -1333,16 +1412,19 @@ def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any]:
     ba_row = u.row * g.ba_rows + is_a * g.value_heads + u.head
     proj = c.region["PROJ"]
     first = _projection_pair(c, u, channel)
-    low, high, v_word, ba = c.sync.poll(
-        [
-            (proj, first),
-            (proj, first + 1),
-            (proj, _projection_pair(c, u, v_channel)),
-            (c.region["BA"], ba_row * g.ba_slices + (c.lane & (g.ba_slices - 1))),
-        ],
-        [d.I32, d.I32, d.I32, d.F32],
-    )
-    return [low, high], _own_half(c, v_word), ba
+    pairs = [
+        (proj, first),
+        (proj, first + 1),
+        (proj, _projection_pair(c, u, v_channel)),
+        (c.region["BA"], ba_row * g.ba_slices + (c.lane & (g.ba_slices - 1))),
+    ]
+    kinds = [d.I32, d.I32, d.I32, d.F32]
+    if not c.key.one_hop:
+        low, high, v_word, ba = c.sync.poll(pairs, kinds)
+        return [low, high], _own_half(c, v_word), ba, None
+    pair, z = _z_of_unit(c, u)
+    low, high, v_word, ba, z_word = c.sync.poll([*pairs, pair], [*kinds, d.I32])
+    return [low, high], _own_half(c, v_word), ba, z(z_word)
 
 
 def _silu2(c: _Front, value: Any) -> Any:
@@ -1460,11 +1542,17 @@ def delta_rule(
 
 
 def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
-    """Wait "onrm": the head's sums of o^2 (ONRM) and z of the lane's row.
+    """Wait "onrm": the head's sums of o^2 (ONRM), summed, and z of the lane's row (bf16 value as f32)."""
+    d, g = c.d, c.g
+    pair, z = _z_of_unit(c, u)
+    sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
+    squares, word = c.sync.poll([(c.region["ONRM"], sums), pair], [d.F32, d.I32])
+    return d.wave_sum(squares, g.units_per_head), z(word)
 
-    Returns the head's sum of squares and z (bf16 value as f32). z comes from PROJ, or, where its row is left over, as
-    K slices from LEFT, which are summed and rounded here.
-    """
+
+def _z_of_unit(c: _Front, u: Unit) -> tuple[tuple[Any, Any], Callable[[Any], Any]]:
+    """(region, index) of the lane's pair of z, and z (bf16 value as f32) from its word. z comes from PROJ, or, where
+    its row is left over, as K slices from LEFT, which are summed and rounded here."""
     d, g = c.d, c.g
     own = _value_row(c, u) + _own_row(c) + g.z_offset
     region, index = c.region["PROJ"], _projection_pair(c, u, own & ~1)
@@ -1478,11 +1566,11 @@ def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
         index = d.select(left_over, place, index)
         number = d.select(left_over, d.I32(left.number), d.I32(region.number))
         region = type(region)(number, d.select(left_over, left.base, region.base), order=left.order)
-    sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
-    squares, word = c.sync.poll([(c.region["ONRM"], sums), (region, index)], [d.F32, d.I32])
 
-    z = d.bitcast(_own_half(c, word) << 16, d.F32)
-    if left_over is not None:
+    def z(word: Any) -> Any:
+        value = d.bitcast(_own_half(c, word) << 16, d.F32)
+        if left_over is None:
+            return value
         total = d.bitcast(word, d.F32)
         if g.leftover_slices > 2:
             total = total + d.dpp(total, ROW_ROTATE + 8)
@@ -1491,8 +1579,9 @@ def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
         if g.leftover_slices > 4:
             lower, upper = d.row_pairs(total)
             total = lower + upper
-        z = d.select(left_over, d.bf16_round(total), z)
-    return d.wave_sum(squares, g.units_per_head), z
+        return d.select(left_over, d.bf16_round(total), value)
+
+    return (region, index), z
 
 
 def gated_norm(c: _Front, o: Any, weight: Any, squares: Any, z: Any) -> Any:
@@ -1502,12 +1591,21 @@ def gated_norm(c: _Front, o: Any, weight: Any, squares: Any, z: Any) -> Any:
     return ((o * rstd) * _f32(d, weight)) * d.silu(z)
 
 
-def _store_core(c: _Front, u: Unit, bits: Any) -> None:
-    """The unit's 8 core values, one a lane (four lanes of each half)."""
+def _store_core(c: _Front, u: Unit, name: str, bits: Any) -> None:
+    """The unit's 8 values of a bf16 row of the core's width, one a lane (four lanes of each half)."""
     d = c.d
     with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
         place = (u.row * c.g.core_width + _value_row(c, u) + _own_row(c)) * BF16_BYTES
-        d.store(bits, c.a["core"], place)
+        d.store(bits, c.a[name], place)
+
+
+def _store_parts(c: _Front, u: Unit, o: Any, z: Any, squares: Any) -> None:
+    """What the next K2 forms the core from."""
+    d = c.d
+    _store_core(c, u, "core", o)
+    _store_core(c, u, "core_z", z)
+    with d.if_(d.compare("eq", c.lane, d.I32(0))):
+        d.store(squares, c.a["core_squares"], (u.row * c.g.gdn_units + u.index) * F32_BYTES)
 
 
 def store_state(c: _Front, u: Unit, rows: list[list[Any]], v_window: list[Any]) -> None:
@@ -1528,16 +1626,22 @@ def _store_taps(c: _Front, u: Unit, first: Any, taps: list[Any]) -> None:
 
 
 def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:
-    """Owner of a key head (its first value head's first unit): wait "window" until every unit that read the key
-    head's q and k windows has published its ONRM pair, then write the windows."""
+    """Owner of a key head (its first value head's first unit): wait "window" until every unit has read the key head's q
+    and k windows, then write them. That it has is told by its ONRM pair, with one hop by the first PROJ pair of its
+    workgroup, which reads its windows before it publishes."""
     d, g = c.d, c.g
     readers = g.heads_per_key * g.units_per_head
     with d.if_(d.compare("eq", d.unsigned_divide(u.index, readers)[1], d.I32(0))):
-        place = c.region["ONRM"].base
+        place = c.region["PROJ" if c.key.one_hop else "ONRM"].base
         window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), place, order=WAIT_ORDER["WINDOW"])
-        first = u.row * g.gdn_units + u.index
-        lanes = [c.lane + WAVE * n for n in range(max(1, readers // WAVE))]
-        c.sync.poll([(window, first + (lane & (readers - 1))) for lane in lanes])
+        units = [
+            u.row * g.gdn_units + u.index + ((c.lane + WAVE * n) & (readers - 1))
+            for n in range(max(1, readers // WAVE))
+        ]
+        if c.key.one_hop:  # unit n is of workgroup n % blocks
+            pairs = g.whole_tasks * g.blocks * MFMA_ROWS // 2
+            units = [u.row * pairs + d.unsigned_divide(unit, g.blocks)[1] * (MFMA_ROWS // 2) for unit in units]
+        c.sync.poll([(window, unit) for unit in units])
         stride = c.a["conv_channel_stride"] * BF16_BYTES
         for i, taps in enumerate(windows):
             _store_taps(c, u, u.channel_bytes + stride * i, taps)

@@ -129,6 +129,16 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return round_bf16(o * rstd * weight.double() * silu(z))
 
 
+def core_of_parts(o: Tensor, z: Tensor, squares: Tensor, gnorm_w: Tensor, eps: float) -> Tensor:
+    """The gated core bf16 [S, NV * 128] of what a one-hop K1 leaves: o, z bf16 [S, NV * 128], the sums of o^2 of the
+    units f32 [S, units]."""
+    heads = (-1, gnorm_w.shape[0])
+    total = squares.double().unflatten(1, (-1, squares.shape[1] * heads[1] // o.shape[1])).sum(-1, keepdim=True)
+    rstd = torch.rsqrt(total / heads[1] + eps)
+    o, z = o.double().unflatten(1, heads), z.double().unflatten(1, heads)
+    return round_bf16(o * rstd * gnorm_w.double() * silu(z)).flatten(1).to(torch.bfloat16)
+
+
 def gdn_front(
     geometry: Geometry,
     weights: GdnWeights,
