@@ -16,8 +16,9 @@ import torch
 
 from sgl_amd_mono.common.build import Artifact, build
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
-from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS, MX_BLOCK, Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import GDN_UNIT_ROWS, MAX_ROWS, MX_BLOCK, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import core_of_parts
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
     INTER_PAIRS,
     INTER_WORDS,
@@ -119,12 +120,30 @@ def fill_expert(geometry: Geometry, weights: RankWeights, expert: int, seed: int
 
 
 @dataclass
+class CoreParts:
+    """What a one-hop K1 leaves of one rank's core: o, z bf16 [S, core], sums of o^2 f32 [S, core / 8]; its weight."""
+
+    o: torch.Tensor
+    z: torch.Tensor
+    squares: torch.Tensor
+    gnorm_w: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> CoreParts:
+        return CoreParts(*(t[index].contiguous() for t in (self.o, self.z, self.squares)), self.gnorm_w)
+
+    def core(self, eps: float) -> torch.Tensor:
+        """The core that K2 forms, by the definition."""
+        return core_of_parts(self.o, self.z, self.squares, self.gnorm_w, eps)
+
+
+@dataclass
 class Inputs:
-    """Activations of a step: one core a rank, the residual, the row indices."""
+    """Activations of a step: one core a rank, the residual, the row indices; `parts`: K2 forms the cores from them."""
 
     cores: list[torch.Tensor]
     residual: torch.Tensor
     row_index: torch.Tensor
+    parts: list[CoreParts] | None = None
 
     def rows(self, take: Sequence[int]) -> Inputs:
         """The same rows in another order or number."""
@@ -133,6 +152,7 @@ class Inputs:
             [c[index].contiguous() for c in self.cores],
             self.residual[index].contiguous(),
             self.row_index[index].contiguous(),
+            self.parts and [p.rows(index) for p in self.parts],
         )
 
     @property
@@ -140,18 +160,30 @@ class Inputs:
         return self.residual.shape[0]
 
 
-def random_inputs(geometry: Geometry, width: int, seed: int, pads: Sequence[int] = ()) -> Inputs:
-    """Seeded activations; rows in `pads` are pad rows whose core is NaN."""
+def random_parts(geometry: Geometry, width: int, rng: torch.Generator) -> CoreParts:
+    """Seeded parts of one rank's core, whose values have about unit size."""
+    o, z = (torch.randn(width, geometry.core_width, generator=rng).to(torch.bfloat16) for _ in range(2))
+    squares = o.float().square().unflatten(1, (-1, GDN_UNIT_ROWS)).sum(-1)
+    return CoreParts(o, z, squares, (1 + 0.1 * torch.randn(geometry.head_dim, generator=rng)).to(torch.bfloat16))
+
+
+def random_inputs(geometry: Geometry, width: int, seed: int, pads: Sequence[int] = (), gates: bool = False) -> Inputs:
+    """Seeded activations; rows in `pads` are pad rows whose core is NaN. gates: with the parts of the cores."""
     g = geometry
     rng = torch.Generator().manual_seed(seed)
-    cores = [torch.randn(width, g.core_width, generator=rng).to(torch.bfloat16) for _ in range(g.tp)]
+    parts = [random_parts(g, width, rng) for _ in range(g.tp)] if gates else None
+    cores = ([p.core(g.eps) for p in parts] if parts else None) or [
+        torch.randn(width, g.core_width, generator=rng).to(torch.bfloat16) for _ in range(g.tp)
+    ]
     residual = (2 * torch.randn(width, g.hidden, generator=rng)).to(torch.bfloat16)
     row_index = torch.arange(1, width + 1, dtype=torch.int32)
     for i, pad in enumerate(pads):
         row_index[pad] = -(i % 2)  # 0 and -1 are both pad rows
         for core in cores:
             core[pad] = float("nan")
-    return Inputs(cores, residual, row_index)
+        for part in parts or ():
+            part.o[pad] = float("nan")
+    return Inputs(cores, residual, row_index, parts)
 
 
 @dataclass
@@ -260,8 +292,12 @@ class Bench:
             next_squares = torch.full((width, g.z_sums), float("nan"))
             residual = inputs.residual.clone()
             row_index = inputs.row_index.clone()
+            part = inputs.parts[rank] if inputs.parts else None
+            core = part.o if part else inputs.cores[rank]
+            of_parts = {"core_z": part.z, "core_squares": part.squares, "gnorm_w": part.gnorm_w} if part else {}
             for tensor, name, kind in (
-                (inputs.cores[rank], "core", "readonly"),
+                (core, "core", "readonly"),
+                *((tensor, name, "readonly") for name, tensor in of_parts.items()),
                 (residual, "residual", "readonly"),
                 (row_index, "row_index", "readonly"),
                 (out, "out", "plain"),
@@ -273,7 +309,9 @@ class Bench:
                 tensors.append((rank, tensor))
             values = {name: t.data_ptr() for name, t in self.weights[rank].tensors.items()}
             values |= {
-                "core": inputs.cores[rank].data_ptr(), "residual": residual.data_ptr(), "out": out.data_ptr(),
+                "core_z": 0, "core_squares": 0, "gnorm_w": 0, "gates": int(part is not None),
+                **{name: tensor.data_ptr() for name, tensor in of_parts.items()},
+                "core": core.data_ptr(), "residual": residual.data_ptr(), "out": out.data_ptr(),
                 "residual_out": residual_out.data_ptr(), "row_index": row_index.data_ptr(),
                 "next_z": next_z.data_ptr(), "next_squares": next_squares.data_ptr(),
                 "scratch": scratch[rank].data_ptr(), "peers": self.table.data_ptr(),

@@ -48,7 +48,10 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
 )
 
 ABI: Abi = (
-    ("core", "ptr"),  # bf16 [S, core]
+    ("core", "ptr"),  # bf16 [S, core]; with `gates` o, from which the core is formed
+    ("core_z", "ptr"),  # bf16 [S, core], with `gates`
+    ("core_squares", "ptr"),  # f32 [S, core/8], with `gates`: sums of o^2 over 8 columns
+    ("gnorm_w", "ptr"),  # bf16 [128], with `gates`
     ("residual", "ptr"),  # bf16 [S, H]
     ("out", "ptr"),  # bf16 [S, H], written
     ("residual_out", "ptr"),  # bf16 [S, H], written
@@ -72,6 +75,7 @@ ABI: Abi = (
     ("rank", "i32"),
     ("layer_slot", "i32"),  # 128 + layer
     ("mode", "i32"),  # 0: return at once
+    ("gates", "i32"),  # 1 behind a one-hop K1: the gated norm is done here
     ("last", "i32"),  # 1 in a step's last launch: the ranks exchange their failed bits
 )
 
@@ -476,6 +480,7 @@ class _Launch:
         d, p, g, s = self.d, self.plan, self.g, self.s
         up_row = g.hidden // 2 + LDS_PAD
         code_row = g.hidden // MX_BLOCK + LDS_PAD
+        core_row = 2 * g.core_width + LDS_PAD
         sizes = {
             "dead": 16,
             "rstd": 4 * MAX_ROWS,
@@ -487,7 +492,7 @@ class _Launch:
             # cross-wave sums of the output projection, then of the shared down
             "partial": WAVES * max(TILES, p.project_tiles) * s * MFMA_ROWS * 4,
             "dots": p.rows * s * p.unit_waves * 4,
-            "x_words": s * up_row,  # x as MXFP4: words ...
+            "x_words": s * max(up_row, core_row),  # the gated core, then x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
             "up": WAVES * 2 * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of w13: gate tiles, then up tiles
             "inter_words": s * g.top_k * p.mx_blocks * 16,
@@ -495,7 +500,7 @@ class _Launch:
             "activation": s * (2 * g.shared_intermediate + LDS_PAD),
             "picks": s * g.top_k * WORKGROUP_COLUMNS * 4,  # weighted outputs of each (row, pick)
         }
-        self.up_row, self.code_row = up_row, code_row
+        self.up_row, self.code_row, self.core_row = up_row, code_row, core_row
         self.activation_row = 2 * g.shared_intermediate + LDS_PAD
         lds = d.Lds(sum(-(-n // 16) * 16 for n in sizes.values()))
         for name, nbytes in sizes.items():
@@ -602,17 +607,94 @@ def project(k: _Launch) -> list[Any]:
     d, gemv, p, g = k.d, k.gemv, k.plan, k.g
     row_bytes, columns = 2 * g.core_width, g.core_width // WAVES
     lane_bytes = gemv.bf16_lane_bytes(row_bytes) + k.wave * (2 * columns)
-    # Lanes of columns past the last row read past the end: no request, zeros.
-    rows = gemv.guarded(k.a["core"], k.s * row_bytes)
-    core = [gemv.load_bf16_tile(rows, lane_bytes, step, d.PLAIN) for step in range(columns // MFMA_K)]
+    parts = load_core_parts(k)
     first, count = _project_share(k)
     weights = []
     for tile in range(p.project_tiles):
         present = None if count is None else k.below(d.I32(tile), count)
         w_o = gemv.guarded(k.a["w_o"], g.hidden * row_bytes, present)
         at = lane_bytes + (first + tile) * (MFMA_ROWS * row_bytes)
-        weights.append([gemv.load_bf16_tile(w_o, at, step) for step in range(len(core))])
+        weights.append([gemv.load_bf16_tile(w_o, at, step) for step in range(columns // MFMA_K)])
+    core = load_core(k, parts)
     return [gemv.multiply_bf16(tile, core) for tile in weights]
+
+
+def load_core_parts(k: _Launch) -> list[list[Any]]:
+    """With `gates`: issue the loads of what a one-hop K1 leaves of this wave's eighth of the columns: [row] of o and z
+    of the lane's columns, in words, and one of their head's sums of o^2."""
+    d, g = k.d, k.g
+    columns = g.core_width // THREADS
+    words = d.I32 if columns == 2 else d.vec(d.I32, columns // 2)
+    like = [words, words, d.F32] * k.s
+
+    def loads() -> list[Any]:
+        own = k.thread * columns
+        head = d.unsigned_divide(own, g.head_dim)[0]
+        found = []
+        for t in range(k.s):
+            at = own * 2 + t * (2 * g.core_width)
+            number = head * g.units_per_head + (k.lane & (g.units_per_head - 1)) + t * g.gdn_units
+            found += [d.load(k.a[name], at, words) for name in ("core", "core_z")]
+            found.append(d.load(k.a["core_squares"], number * 4, d.F32))
+        return found
+
+    found = d.if_else(_gates(k), loads, lambda: [d.fly.poison(kind) for kind in like], like)
+    return [found[i : i + 3] for i in range(0, len(found), 3)]
+
+
+def _gates(k: _Launch) -> Any:
+    return k.d.compare("ne", k.a["gates"], k.d.I32(0))
+
+
+def load_core(k: _Launch, parts: list[list[Any]]) -> list[Any]:
+    """The wave's columns of the core as MFMA operands, one a step of 32 columns.
+
+    With `gates` the core is formed here, bit for bit as a K1 of two hops forms it: bf16((o * rstd * w) * silu(z)), the
+    head's 16 sums added at distance 1, 2, 4, 8; it goes through LDS inside the wave. Else it is read.
+    """
+    d, gemv, g = k.d, k.gemv, k.g
+    columns, tile = g.core_width // WAVES, d.vec(d.I32, 4)
+    steps = range(columns // MFMA_K)
+    wave_bytes = k.wave * (2 * columns)
+
+    def plain() -> list[Any]:
+        # Lanes of columns past the last row read past the end: no request, zeros.
+        rows = gemv.guarded(k.a["core"], k.s * 2 * g.core_width)
+        lane_bytes = gemv.bf16_lane_bytes(2 * g.core_width) + wave_bytes
+        return [gemv.load_bf16_tile(rows, lane_bytes, step, d.PLAIN) for step in steps]
+
+    def gated() -> list[Any]:
+        each = g.core_width // THREADS
+        first = k.thread * each
+        words = d.I32 if each == 2 else d.vec(d.I32, each // 2)
+        weight = _pairs(k, d.load(k.a["gnorm_w"], (first & (g.head_dim - 1)) * 2, words))
+        for t, (o, z, squares) in enumerate(parts):
+            total = d.wave_sum(squares, g.units_per_head)
+            rstd = d.rsq(d.fma(total, d.F32(1.0 / g.head_dim), d.F32(g.eps)))
+            words = [_gated_pair(k, *pairs, rstd) for pairs in zip(_pairs(k, o), _pairs(k, z), weight, strict=True)]
+            k.x_words.store(words[0] if each == 2 else d.vector_from(words), first * 2 + t * k.core_row)
+        lane_bytes = gemv.bf16_lane_bytes(k.core_row, k.lane_t) + wave_bytes
+        return [k.x_words.load(lane_bytes + step * gemv.BF16_TILE_BYTES, tile) for step in steps]
+
+    return d.if_else(_gates(k), gated, plain, [tile] * len(steps))
+
+
+def _pairs(k: _Launch, words: Any) -> list[Any]:
+    """f32 x 2 of each word of two bf16."""
+    d = k.d
+    each = [words] if isinstance(words, d.I32) else [d.vector_element(words, i) for i in range(words.numel)]
+    return [d.vector_from(d.f32_from_bf16_pair(word)) for word in each]
+
+
+def _gated_pair(k: _Launch, o: Any, z: Any, weight: Any, rstd: Any) -> Any:
+    """A word of two bf16: (o * rstd * w) * silu(z)."""
+    d = k.d
+    splat = lambda value: d.vector_from([value, value])  # noqa: E731
+    scaled = z * splat(d.F32(-d.LOG2_E))
+    power = d.vector_from([d.exp2(d.vector_element(scaled, i)) for i in range(2)]) + splat(d.F32(1.0))
+    silu = z * d.vector_from([d.rcp(d.vector_element(power, i)) for i in range(2)])
+    core = ((o * splat(rstd)) * weight) * silu
+    return d.pack_bf16(d.vector_element(core, 0), d.vector_element(core, 1))
 
 
 def _project_share(k: _Launch) -> tuple[Any, Any]:
