@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_amd_mono.common.last_words import LastWords
-from sgl_amd_mono.common.refusals import reason
+from sgl_amd_mono.common.refusals import flag
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +44,7 @@ def asked() -> bool:
     Raises:
         ValueError: the variable holds neither 1 nor 0 nor nothing.
     """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(reason(VARIABLE, repr(value), "1 (check every launch), 0 or unset", f"set {VARIABLE}=1"))
-    return value == "1"
+    return flag(VARIABLE, "check every launch")
 
 
 # ---- metrics

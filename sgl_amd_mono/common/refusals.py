@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,18 @@ LOAD_BYTES = 16
 def reason(what: str, found: Any, needed: Any, fix: str) -> str:
     """One refusal line: `what: found X; needed: Y; fix: Z`."""
     return f"{what}: found {found}; needed: {needed}; fix: {fix}"
+
+
+def flag(variable: str, meaning: str) -> bool:
+    """Whether an environment variable is 1; `meaning`: what it asks for.
+
+    Raises:
+        ValueError: it holds neither 1 nor 0 nor nothing.
+    """
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(reason(variable, repr(value), f"1 ({meaning}), 0 or unset", f"set {variable}=1"))
+    return value == "1"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from sgl_amd_mono.common import state
 from sgl_amd_mono.common.check import Checker, Compared, Kept, row_differences, tied_choices, within
 from sgl_amd_mono.common.last_words import LastWords
 from sgl_amd_mono.common.substitute import replaced
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import core_of_parts
 
 #: Choices of tied experts that are tried for one launch.
 MOST_CHOICES = 20
@@ -38,7 +39,7 @@ def kept_before(event: Any) -> Kept:
         inputs |= _state_rows(args["conv_state"], args["ssm_state"], inputs["index"])
         inputs |= {"conv_pool": args["conv_state"], "ssm_pool": args["ssm_state"]}
     else:
-        inputs["core"] = _rows(args["core"], width)
+        inputs["core"] = _core(event)
     return Kept(event.kind, event.layer, inputs, event.view, event.forward_batch)
 
 
@@ -47,10 +48,20 @@ def kept_after(event: Any, kept: Kept) -> None:
     args, width = event.args, event.width
     kept.outputs = {"res_out": _rows(args["residual_out"], width)}
     if event.kind == "k1":
-        kept.outputs["core"] = _rows(args["core"], width)
+        kept.outputs["core"] = _core(event)
         kept.outputs |= _state_rows(args["conv_state"], args["ssm_state"], kept.inputs["index"])
     else:
         kept.outputs["out"] = _rows(args["out"], width)
+
+
+def _core(event: Any) -> torch.Tensor:
+    """The gated core of a step: a copy, or what K2 forms of the parts that a one-hop K1 leaves."""
+    args, width, view = event.args, event.width, event.view
+    parted = args["gates"] if event.kind == "k2" else isinstance(args["core_z"], torch.Tensor)
+    if not parted:
+        return _rows(args["core"], width)
+    o, z, squares = (args[name][:width] for name in ("core", "core_z", "core_squares"))
+    return core_of_parts(o, z, squares, view.gated_norm, view.gated_norm_eps)
 
 
 def _rows(value: Any, width: int) -> Any:

@@ -31,7 +31,7 @@ from sglang.kernels.plugin_kernels.amd.spec import (
 from sgl_amd_mono.common import check, state
 from sgl_amd_mono.common.flydsl_version import flydsl_reasons
 from sgl_amd_mono.common.geometry import GeometryError
-from sgl_amd_mono.common.refusals import Weight, by_layer, projection_reasons, reason, weight_reasons
+from sgl_amd_mono.common.refusals import Weight, by_layer, flag, projection_reasons, reason, weight_reasons
 from sgl_amd_mono.common.runtime import Runtime, RuntimeRequest, hip_runtime
 from sgl_amd_mono.qwen38_a95b_mxfp4.check import attach as attach_check
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MX_BLOCK, Geometry
@@ -78,6 +78,9 @@ NUMERICS = Numerics(
         "k2.res_out.rel": 200 * NOISE["k2.res_out.rel"],
     },
 )
+
+#: Set to 1: K1 has one hop, and K2 forms the core of what it leaves.
+ONE_HOP = "SGLANG_AMD_MONO_ONE_HOP"
 
 #: Environment variables of SGLang: name -> (value needed, why). One that this SGLang does not have is not asked for.
 ENVIRONMENT: dict[str, tuple[Any, str]] = {
@@ -469,6 +472,7 @@ def make_spec(
             stop=stop,
             name=name,
             verify_tokens=state.verify_tokens(),
+            one_hop=flag(ONE_HOP, "K1 leaves the gated norm to K2"),
         )
         if check.asked():
             attach_check(step, NUMERICS.bounds)

@@ -102,7 +102,8 @@ class WidthLaunches:
         hidden: bf16 [w, H], K2's output.
         residuals: two bf16 [w, H]: a launch reads one and writes the other.
         z: f32 [w, H], hidden + residual as K2 leaves it to the next K1; squares: sums of its squares, f32 [w, H / 8].
-        core: bf16 [w, core width], K1's output.
+        core: bf16 [w, core width], K1's output; with one hop o, beside `core_z` bf16 [w, core width] and `core_squares`
+            f32 [w, units], from which K2 forms the core.
         row_index: int32 [w], in a verify step the state index of each row's request.
     """
 
@@ -113,6 +114,8 @@ class WidthLaunches:
     z: torch.Tensor
     squares: torch.Tensor
     core: torch.Tensor
+    core_z: torch.Tensor | None
+    core_squares: torch.Tensor | None
     row_index: torch.Tensor
 
     def other_residual(self, used: torch.Tensor | None) -> torch.Tensor:
@@ -269,7 +272,8 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K2 of one layer: (hidden, residual)."""
         bound, out = at.k2[view.layer], at.other_residual(residual)
-        args = bound.with_args(core=core, residual=residual, residual_out=out, row_index=indices)
+        gates = int(core is at.core and at.core_z is not None)  # the core of a one-hop K1
+        args = bound.with_args(core=core, residual=residual, residual_out=out, row_index=indices, gates=gates)
         self._launch("k2", bound, args, view, forward_batch)
         return at.hidden, out
 
@@ -312,12 +316,13 @@ def build_step(
     stop: bool,
     name: str,
     verify_tokens: int | None = None,
+    one_hop: bool = False,
     probe: Callable[[torch.device], bool] | None = None,
 ) -> Step:
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
 
-    With `verify_tokens` the server runs verify steps of so many tokens a request, and no K1 is built. `probe` says
-    whether SGLang's packed decode rounds beta, as K1 then does (default: `stock_probe.rounds_beta`).
+    With `one_hop` K1 leaves the gated norm to K2, at one hand-off less. With `verify_tokens` the server runs verify
+    steps of so many tokens a request, and no K1 is built.
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
@@ -343,6 +348,7 @@ def build_step(
             first_layer=layer_.layer == 0,
             state_dtype=ssm_dtype,
             round_beta=round_beta,
+            one_hop=one_hop,
             stop=stop,
             qkvz_format=_format(layer_.qkvz),
             ba_format=_format(layer_.ba),
@@ -378,17 +384,23 @@ def build_step(
             z=rows(geometry.hidden, "z", torch.float32),
             squares=rows(geometry.z_sums, "squares", torch.float32),
             core=rows(geometry.core_width, "core"),
+            core_z=rows(geometry.core_width, "core_z") if one_hop and with_k1 else None,
+            core_squares=rows(geometry.gdn_units, "core_squares", torch.float32) if one_hop and with_k1 else None,
             row_index=runtime.zeros(4 * width, f"row_index.w{width}")[: 4 * width].view(torch.int32),
         )
         k2_kernel = kernels[layer.LayerKey(geometry, width, stop=stop)]
         k1_scratch = runtime.zeros(gdn.scratch_bytes(geometry, width), f"k1.scratch.w{width}")
         k2_scratch = runtime.zeros(layer.scratch_bytes(geometry, width), f"k2.scratch.w{width}")
+        parts = {
+            "core_z": 0 if at.core_z is None else at.core_z,
+            "core_squares": 0 if at.core_squares is None else at.core_squares,
+        }
         for v in view.layers:
             if v.kind == "gdn" and with_k1:
                 key = k1_key(v, width)
                 fixed = shared | _k1_weights(v)
                 fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
-                fixed |= {"z": at.z, "squares": at.squares}
+                fixed |= {"z": at.z, "squares": at.squares} | parts
                 at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
             fixed = shared | _k2_weights(v)
             fixed |= {
@@ -397,6 +409,8 @@ def build_step(
                 "out": at.hidden,
                 "next_z": at.z,
                 "next_squares": at.squares,
+                "gnorm_w": v.gated_norm if v.kind == "gdn" else 0,
+                **parts,
                 "last": int(v is view.layers[-1]),
             }
             at.k2[v.layer] = BoundLaunch(k2_kernel, v.layer, [n for n, _ in layer.ABI], fixed)
