@@ -322,7 +322,8 @@ def build_step(
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
 
     With `one_hop` K1 leaves the gated norm to K2, at one hand-off less. With `verify_tokens` the server runs verify
-    steps of so many tokens a request, and no K1 is built.
+    steps of so many tokens a request, and no K1 is built. `probe` says whether SGLang's packed decode rounds beta, as
+    K1 then does (default: `stock_probe.rounds_beta`).
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
