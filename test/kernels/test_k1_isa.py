@@ -21,6 +21,7 @@ MIXED = (("mxfp4", "bfloat16"), ("bfloat16", "mxfp4"))
 SUBSET = {
     ("a95b", 1, False, "float32", PLAIN),
     ("a95b", 8, False, "float32", PLAIN),
+    ("a95b", 8, True, "float32", PLAIN),
     ("small-tp2", 4, False, "float32", PLAIN),
     ("a95b", 1, False, "float32", MX),
     ("a95b", 8, False, "float32", MIXED[0]),
