@@ -133,7 +133,7 @@ TAPS = (LANE_COLUMNS + 1) * CONV_STATE_TAPS  # conv window taps of a lane
 L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 LOAD_REGISTERS = 200  # vector registers that rows and weights in flight may take; the rest of 256 is for addresses
-LOAD_REGISTERS_OWN = 144  # the same where z is formed here, from twice as many words and with sums beside it
+LOAD_REGISTERS_OWN = 176  # the same where z is formed here, with sums beside it
 STEP_REGISTERS = 4  # vector registers of one weight tile
 X_GROUP = 4  # tiles whose x is read from LDS together, one group ahead of the products
 BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
@@ -550,10 +550,12 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
 
 @dataclass
 class Rows:
-    """A lane's columns of every row of the step."""
+    """A lane's columns of every row of the step, as words."""
 
-    z: list[list[Any]]  # [row][pair of columns]: f32 x 2
-    norm_w: list[Any]  # words of two bf16
+    z: list[list[Any]]  # [row][column]: f32; empty where z is formed here
+    hidden: list[list[Any]]  # [row]: two bf16 a word
+    residual: list[list[Any]]  # empty on a first layer
+    norm_w: list[Any]  # two bf16 a word
 
 
 def load_rows(c: _Front) -> Rows:
@@ -572,17 +574,31 @@ def load_rows(c: _Front) -> Rows:
             out += c.words(buffer.load(at, like, scalar=row * g.hidden * size), each)
         return out
 
-    def z(row: int) -> list[Any]:
-        if c.key.given_z:
-            values = [d.bitcast(word, d.F32) for word in columns("z", row, F32_BYTES)]
-            return [d.vector_from(values[i : i + 2]) for i in range(0, len(values), 2)]
-        hidden = [c.pair(word) for word in columns("hidden", row, BF16_BYTES)]
-        if c.key.first_layer:
-            return hidden
-        residual = [c.pair(word) for word in columns("residual", row, BF16_BYTES)]
-        return [h + r for h, r in zip(hidden, residual, strict=True)]
+    def every(name: str, size: int, wanted: bool) -> list[list[Any]]:
+        return [columns(name, t, size) for t in range(c.rows)] if wanted else []
 
-    return Rows([z(t) for t in range(c.rows)], columns("norm_w", 0, BF16_BYTES))
+    given = c.key.given_z
+    return Rows(
+        z=every("z", F32_BYTES, given),
+        hidden=every("hidden", BF16_BYTES, not given),
+        residual=every("residual", BF16_BYTES, not given and not c.key.first_layer),
+        norm_w=columns("norm_w", 0, BF16_BYTES),
+    )
+
+
+def z_of_row(c: _Front, rows: Rows, t: int, again: bool = False) -> list[Any]:
+    """z of a row as pairs of f32. `again`: formed a second time from the same words; their origin is hidden, or the
+    compiler would keep the first z, in twice the registers."""
+    d = c.d
+    if rows.z:
+        values = [d.bitcast(word, d.F32) for word in rows.z[t]]
+        return [d.vector_from(values[i : i + 2]) for i in range(0, len(values), 2)]
+
+    def pairs(words: list[Any]) -> list[Any]:
+        return [c.pair(d.opaque(word) if again else word) for word in words]
+
+    hidden = pairs(rows.hidden[t])
+    return [h + r for h, r in zip(hidden, pairs(rows.residual[t]), strict=True)] if rows.residual else hidden
 
 
 @dataclass
@@ -975,8 +991,8 @@ class Weights:
 
     def beside(self, rows: int) -> int:
         """How many of the first loads fit into the registers beside so many rows of the step."""
-        given = self.c.key.given_z
-        registers, total = (LOAD_REGISTERS if given else LOAD_REGISTERS_OWN) - self.c.lane_columns * rows, 0
+        key, words = self.c.key, self.c.lane_columns // (2 if self.c.key.first_layer else 1)
+        registers, total = (LOAD_REGISTERS if key.given_z else LOAD_REGISTERS_OWN) - words * rows, 0
         for n, load in enumerate(self.loads):
             total += load.registers
             if total > registers:
@@ -1040,8 +1056,8 @@ def _own_scales(c: _Front, rows: Rows) -> list[Any]:
     """NORM[row][wave][half]: sums of a wave's lanes 0..31 and 32..63."""
     d, g = c.d, c.g
     pairs = Z_SUM_COLUMNS // 2
-    for t, z in enumerate(rows.z):
-        parts = []
+    for t in range(c.rows):
+        z, parts = z_of_row(c, rows, t), []
         for first in range(0, len(z), pairs):
             fused = [
                 c.fma2(a, a, b * b) for a, b in zip(z[first : first + pairs : 2], z[first + 1 : first + pairs : 2])
@@ -1077,14 +1093,15 @@ def normalise(c: _Front, rows: Rows, rstd: list[Any], weights: Weights) -> None:
     share = -(-g.threads // g.blocks)  # threads whose columns one workgroup writes
     with d.if_(d.compare("eq", d.unsigned_divide(c.tid, share)[0], c.block)):
         out = d.Buffer(c.a["residual_out"])
-        for t, z in enumerate(rows.z):
-            words = [_pack(c, value) for value in z]
+        for t in range(c.rows):
+            words = [_pack(c, value) for value in z_of_row(c, rows, t, again=True)]
             each = min(len(words), 4)
             for first in range(0, len(words), each):
                 value = words[first] if each == 1 else d.vector_from(words[first : first + each])
                 out.store(value, c.tid * (4 * len(words)) + 4 * first, scalar=t * g.hidden * BF16_BYTES)
     weight = [c.pair(word) + c.splat(d.F32(1.0)) for word in rows.norm_w]
-    for t, z in enumerate(rows.z):
+    for t in range(c.rows):
+        z = z_of_row(c, rows, t, again=True)
         x = [(value * c.splat(rstd[t])) * w for value, w in zip(z, weight, strict=True)]
         store_x(c, t, [_pack(c, value) for value in x], weights)
         weights.issue(weights.beside(c.rows - 1 - t))  # the row leaves its registers to more weights
