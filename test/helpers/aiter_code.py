@@ -70,7 +70,8 @@ class Gemm:
     def name(self) -> str:
         return self.file.removesuffix(".co").rsplit("_", 2)[-2] + "_" + f"{self.tile_m}x{self.tile_n}"
 
-    def __call__(self, a: Tensor, a_codes: Tensor, b: Tensor, b_codes: Tensor, log2_splits: int = 0) -> Tensor:
+    def __call__(self, a: Tensor, a_codes: Tensor, b: Tensor, b_codes: Tensor, log2_splits: int = 0,
+                 memory: str = "consistent") -> Tensor:  # fmt: skip
         """bf16 [M, N] = a @ b^T of packed e2m1 uint8 [M, K/2], [N, K/2] and codes uint8 [M, K/32], [N, K/32]."""
         code = code_object(f"f4gemm/{self.file}")
         m, n, k = a.shape[0], b.shape[0], 2 * a.shape[1]
@@ -86,7 +87,7 @@ class Gemm:
         }  # fmt: skip
         slice_k = -(-k // (GEMM_K_STEP << log2_splits)) * GEMM_K_STEP
         grid = (-(-n // self.tile_n), -(-m // self.tile_m), -(-k // slice_k))
-        run(code, grid, pack(code, GEMM_ARGUMENTS, values), tensors)
+        run(code, grid, pack(code, GEMM_ARGUMENTS, values), tensors, memory)
         return out[:m]
 
 

@@ -99,6 +99,14 @@ def test_gemm(name: str) -> None:
     assert torch.equal(got, product(*given).float().bfloat16())
 
 
+@pytest.mark.parametrize("name", ["BpreShuffle_32x128", "BpreShuffle_128x512", "noBpreShuffle_256x256"])
+def test_gemm_under_the_adversarial_memory_model(name: str) -> None:
+    """Loads come late, into LDS and AGPRs too: the kernels' own waits, some for all but the newest loads, suffice."""
+    gemm = aiter_code.gemms()[name]
+    given = operands(*shape_of(gemm), K, seed=1)
+    assert torch.equal(gemm(*given, memory="adversarial"), product(*given).float().bfloat16())
+
+
 @pytest.mark.parametrize("name", sorted(n for n, g in aiter_code.gemms().items() if g.split_k))
 @pytest.mark.parametrize("splits", SPLITS)
 def test_gemm_with_a_split_k(name: str, splits: int) -> None:
