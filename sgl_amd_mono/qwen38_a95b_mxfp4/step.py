@@ -114,9 +114,9 @@ class WidthLaunches:
     z: torch.Tensor
     squares: torch.Tensor
     core: torch.Tensor
-    core_z: torch.Tensor | None
-    core_squares: torch.Tensor | None
     row_index: torch.Tensor
+    core_z: torch.Tensor | None = None
+    core_squares: torch.Tensor | None = None
 
     def other_residual(self, used: torch.Tensor | None) -> torch.Tensor:
         """A residual buffer that is not `used`."""
