@@ -46,7 +46,7 @@ TAIL_FLOORS = {
     "residual rel": 1e-4,
     "x rel": 2.5e-4,
     "logits share": 2e-2,
-    "given_x share": 8e-3,
+    "given_x share": 4e-3,
     "logits max_abs": 7.8e-3,
     "out angle": 3e-6,
     "out rel": 2.5e-3,
