@@ -94,6 +94,7 @@ def test_the_probe_finds_that_sglang_rounds_beta(shape: noise.Shape) -> None:
 
 
 MORE_NOISE = 1.5  # times what is stated, in another draw of the inputs
+RARE = ("conv", "given_x share")  # what most draws do not show: four terms, and one of 256 logits
 
 
 def test_the_noise_floor_is_what_is_stated() -> None:
@@ -103,7 +104,7 @@ def test_the_noise_floor_is_what_is_stated() -> None:
             floor = noise.FLOORS[name]
             print(f"{shape.name} {name}: {found:.2e}, stated {floor:.1e}")
             assert found <= MORE_NOISE * floor, f"{name}: more noise than stated"
-            assert found >= floor / 2 or name == "conv", f"{name}: less noise than stated"
+            assert found >= floor / 2 or name in RARE, f"{name}: less noise than stated"
 
 
 @pytest.mark.full
@@ -112,7 +113,8 @@ def test_the_noise_of_what_is_stored_is_what_is_stated() -> None:
     stated = {**noise.FRONT_FLOORS, **noise.LAYER_FLOORS, **noise.TAIL_FLOORS}
     for name, found in {**noise.measure_stored(), **noise.measure_tail()}.items():
         print(f"{name}: {found:.2e}, stated {stated[name]:.1e}")
-        assert stated[name] / 2 <= found <= MORE_NOISE * stated[name], name
+        assert found <= MORE_NOISE * stated[name], name
+        assert found >= stated[name] / 2 or name in RARE, name
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
