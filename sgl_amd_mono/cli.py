@@ -10,6 +10,7 @@ from pathlib import Path
 
 MEMORY_MODELS = ("consistent", "adversarial")
 STOCK = ("triton", "torch")
+MOE = ("auto", "amd", "torch")
 GEOMETRIES = ("qwen38-a95b", "small")
 PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # that may be MXFP4 instead of bf16
 MODEL_ALIASES = {"qwen38-a95b": "qwen38_a95b_mxfp4"}
@@ -63,6 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         choices=STOCK,
         default=STOCK[0],
         help="SGLang's Triton kernels: their gfx950 code on the simulator, or PyTorch in their place",
+    )
+    simulate.add_argument(
+        "--moe",
+        choices=MOE,
+        default=MOE[0],
+        help="AITER's fused MoE: AMD's code object (needs its wheel and llvm-objdump), a stand-in, or what can run",
     )
     simulate.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoint, results and logs there")
     simulate.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -277,7 +284,7 @@ def _simulate(options: argparse.Namespace) -> int:
         return 1
 
     if options.explain:
-        print(report.explain(options.stock))
+        print(report.explain(options.stock, options.moe))
         return 0
     asked = session.Options(
         model=options.model,
@@ -287,6 +294,7 @@ def _simulate(options: argparse.Namespace) -> int:
         memory_model=options.memory_model,
         seed=options.seed,
         stock=options.stock,
+        moe=options.moe,
         keep=options.keep,
     )
     try:

@@ -15,8 +15,9 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-# SGLang's Triton kernels run as PyTorch where a test does not ask for themselves: nothing is compiled then.
+# SGLang's Triton kernels and AITER's MoE run as PyTorch where a test does not ask for themselves: nothing is compiled.
 os.environ.setdefault("SGLANG_AMD_MONO_SIMULATE_STOCK", "torch")
+os.environ.setdefault("SGLANG_AMD_MONO_SIMULATE_MOE", "torch")
 
 TEST_CACHE_VARIABLE = "SGLANG_AMD_MONO_TEST_CACHE"
 CACHE_VARIABLES = {

@@ -225,13 +225,15 @@ def fused_moe(
     w1_scale: Tensor,
     w2_scale: Tensor,
     code: Callable[[Tensor], Tensor] = layout.scale_code,
+    seed: int = 0,
 ) -> Tensor:
     """AITER's one-stage MXFP4 `fused_moe` with SiLU: bf16 [S, H] of bf16 `hidden_states` [S, H].
 
     w1 uint8 [E, 2I, H/2] and w2 uint8 [E, H, I/2], shuffled (16, 16), gate rows before up rows; scales e8m0, shuffled,
     of any shape; topk_weight, topk_ids [S, k]. I must be a multiple of 256, H at least 1024. The rows are quantised by
-    `code`: RCEIL, as AITER does since 2026; `code_half_up` is the rule of the wheel of November 2025. Raises SimError
-    where the kernels cannot run (`unavailable`) or the sizes do not fit.
+    `code`: RCEIL, as AITER does since 2026; `code_half_up` is the rule of the wheel of November 2025. `seed`: of the
+    simulator's schedule, which orders the additions. Raises SimError where the kernels cannot run (`unavailable`) or
+    the sizes do not fit.
     """
     hidden, inter = w2.shape[1], 2 * w2.shape[2]
     if hidden < LEAST_HIDDEN or hidden % 512:
@@ -239,4 +241,4 @@ def fused_moe(
     tensors = [t.view(torch.uint8).contiguous() for t in (w1, w1_scale, w2, w2_scale)]
     blocks = -(-(topk_ids.numel() + w2.shape[0] * SORT_BLOCK - topk_ids.shape[1]) // SORT_BLOCK)
     quantised = layout.quantize_mxfp4(hidden_states, code)
-    return launch(choose(inter, blocks), *quantised, *tensors, topk_ids.long(), topk_weight)
+    return launch(choose(inter, blocks), *quantised, *tensors, topk_ids.long(), topk_weight, seed=seed)

@@ -5,7 +5,7 @@ SGLang's own code drives it: ``QuarkW4A4MXFp4MoE.process_weights_after_loading``
 ``AiterRunnerCore.run`` calls its ``fused_moe``. Layouts follow the index formulas of AITER's ``shuffle_weight``
 (16, 16) and ``e8m0_shuffle``; activations are quantised as its one-stage MXFP4 kernels do (1x32, scale rounded up).
 It is named a stand-in because it is one: nothing of AITER is in it, and it says nothing of AITER's speed or order of
-sums.
+sums. Where AMD's own code object can run (``harness.chosen_moe``), ``fused_moe`` hands over to it.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def fused_moe(
     """AITER's ``fused_moe`` for MXFP4 experts: ``hidden_states`` bf16 ``[rows, H]`` to bf16 ``[rows, H]``.
 
     ``w1 [E, 2I, H/2]`` and ``w2 [E, H, I/2]`` packed and shuffled, gate rows before up rows. x is quantised from bf16,
-    silu(g) * u from float32; the weighted sum over the picks runs in float32 in rank order and is rounded once.
+    silu(g) * u from float32; the weighted sum over the picks runs in float32 in rank order and is rounded once (AMD's
+    code object adds the picks' bf16 outputs in bf16, in the order in which its workgroups arrive).
     """
     if quant_type is not QuantType.per_1x32 or activation is not ActivationType.Silu:
         raise NotImplementedError(f"the stand-in computes per_1x32 with Silu, not {quant_type} with {activation}")
@@ -196,6 +197,12 @@ def fused_moe(
     given = {name for name, value in unused.items() if value not in (None, False, 0, 0.0)}
     if given:
         raise NotImplementedError(f"the stand-in does not cover the arguments {sorted(given)}")
+    if _amd_moe():
+        from sgl_amd_mono.simulate import aiter_moe
+
+        return aiter_moe.fused_moe(
+            hidden_states, w1, w2, topk_weight, topk_ids, w1_scale=w1_scale, w2_scale=w2_scale, seed=sums.order() or 0
+        )
     width = w1.shape[1] // 2
     x = quantise_activation(hidden_states)
     per_pick = hidden_states.new_zeros(*topk_ids.shape, hidden_states.shape[-1], dtype=torch.float32)
@@ -207,6 +214,14 @@ def fused_moe(
         per_pick[row, pick] = sums.matmul(intermediate, _plain_values(w2, w2_scale, expert))
     weighted = per_pick * topk_weight.float().unsqueeze(-1)
     return sums.add(weighted.transpose(-1, -2)).to(hidden_states.dtype)
+
+
+@functools.cache
+def _amd_moe() -> bool:
+    """Whether this process runs AMD's code object."""
+    from sgl_amd_mono.simulate import harness
+
+    return harness.chosen_moe() == "amd"
 
 
 def install() -> None:

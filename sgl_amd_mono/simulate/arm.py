@@ -75,7 +75,7 @@ def run(job: Job) -> None:
     import torch
 
     torch.set_num_threads(job.threads)
-    from sgl_amd_mono.simulate import plugin, sums
+    from sgl_amd_mono.simulate import aiter_moe, plugin, sums
     from sgl_amd_mono.simulate.compare import LaunchRecorder
     from sgl_amd_mono.simulate.runner import Rank, SglangModel
 
@@ -92,6 +92,7 @@ def run(job: Job) -> None:
     stock = _stock_driver()
     if stock is not None:
         stock.launches.clear()  # what the plugin's probes ran
+    aiter_moe.ran.clear()
     forced = _await(Path(job.forced))["tokens"] if job.forced else None
     recorder = step = None
     if job.plugin:
@@ -134,6 +135,7 @@ def run(job: Job) -> None:
         "records": [] if recorder is None else recorder.records,
         "routed": (0, 0) if step is None else (step.steps, step.passed_on),
         "stock": stock_launches(stock),
+        "moe": dict(aiter_moe.ran),
         "seconds": seconds,
     }
     torch.save(result, job.out)

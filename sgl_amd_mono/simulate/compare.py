@@ -28,9 +28,10 @@ SIMULATED_BOUNDS = {
 """Bounds beside the spec's NUMERICS, which leave room for AITER's kernels on a GPU. Here SGLang's side rounds where the
 launches round, so what is left is a bf16 unit here and there (half a unit is 2e-3 of a value)."""
 
-TYPICAL_OUT = 5e-3
-"""Largest relative error of K2's output in the run's median row. Single rows have NUMERICS alone: where a bf16 unit
-flips an MXFP4 code, each flip moves the row by about a hundredth."""
+TYPICAL_OUT = {"torch": 5e-3, "amd": 1e-2}
+"""Largest relative error of K2's output in the run's median row, by what AITER's fused MoE runs as. Single rows have
+NUMERICS alone: where a bf16 unit flips an MXFP4 code, each flip moves the row by about a hundredth. AMD's code object
+rounds each pick's output to bf16 and adds in bf16, K2 in float32: that alone is 3e-3 to 5e-3 of a row of four picks."""
 
 TYPICAL_STATE = 1e-5
 """Largest relative error of K1's float32 state in the median row of each layer. A bf16 unit of a projection, which the

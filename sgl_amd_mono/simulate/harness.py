@@ -37,6 +37,12 @@ STOCK = ("triton", "torch")
 STOCK_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_STOCK"
 """Tells a simulated run's processes which of STOCK; the first where it is not set."""
 
+MOE = ("auto", "amd", "torch")
+"""What runs AITER's fused MoE: AMD's code object on the simulator, or its stand-in; "auto": AMD's where it can run."""
+
+MOE_VARIABLE = "SGLANG_AMD_MONO_SIMULATE_MOE"
+"""Tells a simulated run's processes which of MOE; the first where it is not set."""
+
 ATTENTION = {"triton": "triton", "torch": "torch_native"}
 """SGLang's attention backend that goes with each form."""
 
@@ -328,6 +334,24 @@ def chosen_stock(asked: str | None = None) -> str:
         raise ValueError(f"SGLang's kernels are prepared as {_stock!r} in this process, and asked for as {wanted!r}")
     _stock = wanted
     return wanted
+
+
+def chosen_moe(asked: str | None = None) -> str:
+    """ "amd" or "torch": as asked for, else by MOE_VARIABLE, else by what this machine can run.
+
+    Raises ValueError for an unknown one, and for "amd" where AMD's code object cannot run, with the reason.
+    """
+    from sgl_amd_mono.simulate import aiter_moe
+
+    wanted = asked or os.environ.get(MOE_VARIABLE) or MOE[0]
+    if wanted not in MOE:
+        raise ValueError(f"AITER's fused MoE as {wanted!r}; needed: {', '.join(MOE)} ({MOE_VARIABLE})")
+    if wanted == "torch":
+        return wanted
+    missing = aiter_moe.unavailable()
+    if wanted == "amd" and missing:
+        raise ValueError(f"AITER's fused MoE as AMD's code object: {missing}")
+    return "torch" if missing else "amd"
 
 
 def prepare(stock: str | None = None) -> None:

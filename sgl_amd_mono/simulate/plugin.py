@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sgl_amd_mono.simulate.harness import ATTENTION, STOCK_VARIABLE
+from sgl_amd_mono.simulate.harness import ATTENTION, MOE_VARIABLE, STOCK_VARIABLE
 
 ENTRY_POINT = "sgl_amd_mono_simulate"
 """Name of the entry point, and what SGLANG_PLUGINS is set to."""
@@ -37,12 +37,13 @@ def environment(
     widths: tuple[int, ...],
     spawned: bool = False,
     stock: str | None = None,
+    moe: str | None = None,
 ) -> dict[str, str]:
     """Environment of SGLang's processes. Writes the entry point's metadata into ``folder``, put on PYTHONPATH.
 
     ``spawned``: processes that SGLang itself starts import SGLang before any plugin of it is loaded, so Python prepares
-    them as it starts (``sitecustomize``). ``stock``: what SGLang's Triton kernels run as (``harness.STOCK``); None: as
-    this process' environment says.
+    them as it starts (``sitecustomize``). ``stock``, ``moe``: what SGLang's Triton kernels and AITER's MoE run as
+    (``harness.STOCK``, ``harness.MOE``); None: as this process' environment says.
     """
     metadata = folder / f"{ENTRY_POINT}-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -62,6 +63,7 @@ def environment(
         SEED_VARIABLE: str(seed),
         WIDTHS_VARIABLE: ",".join(map(str, widths)),
         **({STOCK_VARIABLE: stock} if stock else {}),
+        **({MOE_VARIABLE: moe} if moe else {}),
     }
 
 

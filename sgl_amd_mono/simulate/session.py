@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_amd_mono.simulate.arm import PROGRESS, Case, Job
-from sgl_amd_mono.simulate.harness import STOCK
+from sgl_amd_mono.simulate.harness import MOE, STOCK, chosen_moe
 
 MODELS = ("qwen38_a95b_mxfp4",)
 """Models that can be simulated, by their folder's name."""
@@ -51,7 +51,8 @@ class SimulationFailed(RuntimeError):
 class Options:
     """What ``sgl-amd-mono simulate`` was asked for.
 
-    ``rows``: (requests, rows a step is padded to) of each case. ``stock``: what SGLang's Triton kernels run as.
+    ``rows``: (requests, rows a step is padded to) of each case. ``stock``: what SGLang's Triton kernels run as;
+    ``moe``: what AITER's fused MoE does.
     """
 
     model: str = MODELS[0]
@@ -61,6 +62,7 @@ class Options:
     memory_model: str = "consistent"
     seed: int = 0
     stock: str = STOCK[0]
+    moe: str = MOE[0]
     keep: Path | None = None
 
 
@@ -107,6 +109,10 @@ def check_machine() -> None:
 def run(options: Options, progress: Callable[[str], None]) -> Outcome:
     """Run both arms; raises ``SimulationFailed`` when this machine lacks something or a process fails."""
     check_machine()
+    try:
+        options = replace(options, moe=chosen_moe(options.moe))
+    except ValueError as error:
+        raise SimulationFailed(str(error)) from error
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
     from sgl_amd_mono.simulate import checkpoint
 
@@ -193,7 +199,7 @@ class _Arm:
         self._readers: list[threading.Thread] = []
         widths = tuple(sorted({case.width for case in cases}))
         environment = entry.environment(
-            folder / "entry_point", options.memory_model, options.seed, widths, stock=options.stock
+            folder / "entry_point", options.memory_model, options.seed, widths, stock=options.stock, moe=options.moe
         )
         port = _free_port() if options.ranks > 1 else None
         for rank in range(options.ranks):

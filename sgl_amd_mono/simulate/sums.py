@@ -32,6 +32,11 @@ def reordered(seed: int | None) -> Iterator[None]:
         _permutations.clear()
 
 
+def order() -> int | None:
+    """The seed of the order that holds now; None: the plain one."""
+    return _seed
+
+
 def _ordered(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if _seed is None:
         return operands

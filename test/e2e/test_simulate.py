@@ -23,7 +23,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.simulate import checkpoint, plugin, report, session
 
 TEST_FOLDER = Path(__file__).resolve().parents[1]
-SUBSET = session.Options(rows=((2, 3),), steps=2)
+SUBSET = session.Options(rows=((2, 3),), steps=2, moe="torch")  # AMD's code object: in the demo
 
 pytestmark = pytest.mark.xdist_group("big")
 
@@ -111,10 +111,14 @@ def test_a_failing_process_ends_the_run_with_its_log(on_arm: OnArm) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("memory_model, stock", [("consistent", "triton"), ("adversarial", "triton"),
-                                                 ("consistent", "torch")])  # fmt: skip
-def test_the_demo(memory_model: str, stock: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--memory-model", memory_model, "--stock", stock, "--json"]) == 0
+@pytest.mark.parametrize(
+    "memory_model, stock, moe",
+    [("consistent", "triton", "amd"), ("adversarial", "triton", "torch"), ("consistent", "torch", "torch")],
+)
+def test_the_demo(memory_model: str, stock: str, moe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's own kernels with AMD's fused MoE, and with stand-ins."""
+    forms = ["--stock", stock, "--moe", moe]
+    assert cli.main(["simulate", "--memory-model", memory_model, *forms, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["rows"] == [[1, 1], [3, 4], [8, 8]]
     assert result["logits"]["flipped"] == 0 and result["logits"]["decided"] > 0

@@ -80,7 +80,7 @@ def test_a_decided_token_must_not_flip() -> None:
 
 def outcome(**changes: Any) -> Outcome:
     """A run that passes: one case, one step, on the small geometry."""
-    options = Options(rows=((1, 1),), steps=1)
+    options = Options(rows=((1, 1),), steps=1, moe="torch")
     geometry = Geometry.small(1)
     a, b = logits(1, seed=1), logits(1, seed=2)
     records = [
@@ -90,9 +90,10 @@ def outcome(**changes: Any) -> Outcome:
     ]
     fronts = sum(not geometry.is_attention(layer) for layer in range(geometry.layers))
     stock = dict.fromkeys(report.STOCK_OF_A_STEP, (fronts, 1000))
-    off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]], "ranks_agree": True}
+    off = {"logits": [[a, b]], "noise": [[[a, b + 0.01]]], "ranks_agree": True, "moe": {}}
     off["stock"] = {kernel: (2 * ran, 2000) for kernel, (ran, _) in stock.items()}  # as it is, and in another order
     on = {"logits": [[a.clone(), b + 0.005]], "records": records, "routed": (1, 0), "ranks_agree": True, "stock": stock}
+    on["moe"] = {}
     on.update(changes)
     return Outcome(options, off, on, {"plugin off": 1.0})
 
@@ -163,6 +164,20 @@ def test_a_stock_kernel_that_did_not_run_fails(arm: str) -> None:
     assert problem.startswith(f"plugin {arm}: SGLang's {report.STOCK_OF_A_STEP[1]} ran 0 times, needed: ")
     run.options = replace(run.options, stock="torch")
     assert report.judge(run).problems == []
+
+
+def test_amd_s_moe_that_did_not_run_fails() -> None:
+    run = outcome()
+    run.options = replace(run.options, moe="amd")
+    layers = Geometry.small(1).layers
+    run.off["moe"], run.on["moe"] = {"a.co": 3 * layers, "b.co": layers}, {"a.co": 2 * layers}
+    assert report.judge(run).problems == []
+    for record in run.on["records"]:  # what is too much for the stand-in is within the bf16 additions of AMD's
+        record.row_errors = [8e-3 if record.kind == "k2" else 1e-7]
+    assert report.judge(run).problems == []
+    run.on["moe"]["a.co"] -= 1
+    (problem,) = report.judge(run).problems
+    assert problem == f"plugin on: AMD's fused MoE ran {2 * layers - 1} times, needed: {2 * layers}"
 
 
 def test_choices_of_tied_experts() -> None:

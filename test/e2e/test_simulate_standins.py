@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
-from sgl_amd_mono.simulate import aiter_standin, checkpoint, gdn_standin, sums
+from sgl_amd_mono.simulate import aiter_moe, aiter_standin, checkpoint, gdn_standin, sums
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,10 +75,13 @@ def test_activation_quantisation_rounds_the_scale_up() -> None:
     assert torch.equal(aiter_standin.quantise_activation(x).double(), layout.dequantize_mxfp4(packed, codes))
 
 
-def test_fused_moe_is_the_weighted_sum_of_its_experts() -> None:
-    """Against float64 on the plain weights; a swapped scale byte must be seen."""
+@pytest.mark.parametrize("moe, hidden", [("torch", 256), ("amd", 1024)])
+def test_fused_moe_is_the_weighted_sum_of_its_experts(moe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64 on the plain weights, the stand-in and AMD's code object; a swapped scale byte must be seen."""
+    monkeypatch.setattr(aiter_standin, "_amd_moe", lambda: moe == "amd")
+    aiter_moe.ran.clear()
     generator = torch.Generator().manual_seed(2)
-    experts, hidden, width, rows, top_k = 4, 256, 256, 3, 2
+    experts, width, rows, top_k = 4, 256, 3, 2
     plain: dict[str, list[torch.Tensor]] = {"w1": [], "w2": []}
     packed: dict[str, list[torch.Tensor]] = {"w1": [], "w2": []}
     scales: dict[str, list[torch.Tensor]] = {"w1": [], "w2": []}
@@ -120,10 +124,11 @@ def test_fused_moe_is_the_weighted_sum_of_its_experts() -> None:
             inter = aiter_standin.quantise_activation(gate / (1 + torch.exp(-gate)) * up).double()
             wanted[row] += weights[row, pick].double() * (plain["w2"][expert] @ inter)
     error = (run(s2) - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert error.max() < 3e-2, error  # a code of the intermediate may flip
+    assert error.max() < 3e-2, error  # a code of the intermediate may flip; AMD's adds in bf16
     wrong = s2.clone()
-    wrong[1] += 1  # twice the weights of an expert that two rows picked
+    wrong[1] += 2  # four times the weights of an expert that two rows picked
     assert ((run(wrong) - wanted).norm(dim=1) / wanted.norm(dim=1)).max() > 0.2
+    assert sum(aiter_moe.ran.values()) == (2 if moe == "amd" else 0)
 
 
 def test_packed_decode_is_the_gated_delta_rule() -> None:
