@@ -97,6 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
     cost.add_argument(
         "--probe", type=Path, metavar="FILE", help="JSON with a node's own figures for the overlap model's assumptions"
     )
+    cost.add_argument(
+        "--host",
+        action="store_true",
+        help="instead: host cost of a decode step, beside SGLang's own layers",
+    )
     cost.add_argument("--picture", type=Path, metavar="FILE", help="write the modelled time line as SVG")
     cost.add_argument("--json", action="store_true", help="print counts, models and targets as JSON")
     cost.set_defaults(run=_cost)
@@ -223,6 +228,8 @@ def _cost(options: argparse.Namespace) -> int:
     options.model = MODEL_ALIASES.get(options.model, options.model)
     if _unknown_model(options.model):
         return 2
+    if options.host:
+        return _host_cost(options)
     try:
         from sgl_amd_mono.common.build import BuildError
         from sgl_amd_mono.common.geometry import GeometryError
@@ -258,6 +265,27 @@ def _cost(options: argparse.Namespace) -> int:
         return 1
     print(json.dumps(report.as_dict(costs, assume), indent=1) if options.json else report.render(costs, assume))
     return 0
+
+
+def _host_cost(options: argparse.Namespace) -> int:
+    try:
+        from sgl_amd_mono.simulate import host_cost
+
+        layers = host_cost.run()
+    except ModuleNotFoundError as error:
+        _to_stderr(
+            f"sgl-amd-mono cost --host: found no {error.name} in {sys.prefix}; needed: SGLang, torch, FlyDSL; "
+            "fix: make venv"
+        )
+        return 1
+    except RuntimeError as error:
+        _to_stderr(f"sgl-amd-mono cost --host: {error}")
+        return 1
+    print(json.dumps(host_cost.as_dict(layers), indent=1) if options.json else host_cost.render(layers))
+    wrong = host_cost.too_much(layers)
+    for line in wrong:
+        _to_stderr(line)
+    return int(bool(wrong))
 
 
 def _links(asked: str) -> bool:

@@ -12,6 +12,7 @@ written with the functions below (``if_``, ``for_range``, ``loop_while``).
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -472,10 +473,18 @@ def compile_kernel(
 class HipLauncher:
     """A compiled kernel on the GPU, run by FlyDSL's own executor."""
 
-    def __init__(self, module_text: str, name: str, abi: Sequence[tuple[str, str]]) -> None:
-        self._artifact = CompiledArtifact.__new__(CompiledArtifact)
-        self._artifact.__setstate__({"ir_text": module_text, "entry": f"launch_{name}", "source_ir": None})
-        self._run = self._artifact._get_func_exe()
+    def __init__(
+        self,
+        module_text: str,
+        name: str,
+        abi: Sequence[tuple[str, str]],
+        run: Callable[[Any], None] | None = None,
+    ) -> None:
+        if run is None:
+            self._artifact = CompiledArtifact.__new__(CompiledArtifact)
+            self._artifact.__setstate__({"ir_text": module_text, "entry": f"launch_{name}", "source_ir": None})
+            run = self._artifact._get_func_exe()
+        self._run = run
         self._ctypes = [ctypes.c_int32 if t == "i32" else ctypes.c_int64 for _, t in abi]
 
     def __call__(self, values: Sequence[int], stream: int) -> None:
@@ -484,3 +493,32 @@ class HipLauncher:
         for storage, value in zip(storages, [*values, stream], strict=True):
             storage.value = value
         self._run(packed)
+
+    def prepare(self, args: list[Any], stream: ctypes.c_void_p) -> Callable[[], None]:
+        """A launch with what ``args`` (ABI order, tensors and ints) and ``stream`` hold when it is called.
+
+        The tensors' addresses are read at each call, in C: such a launch makes no Python call but its own.
+        """
+        tensors = [place for place, value in enumerate(args) if hasattr(value, "data_ptr")]
+        numbers = [place for place in range(len(args)) if place not in tensors]
+        values = (ctypes.c_int64 * len(args))()  # an i32 is the lower half of its word
+        packed = (ctypes.c_void_p * (len(args) + 1))()
+        for slot, place in enumerate([*tensors, *numbers]):
+            packed[place] = ctypes.addressof(values) + slot * ctypes.sizeof(ctypes.c_int64)
+        packed[len(args)] = ctypes.addressof(stream)
+        run, count = self._run, len(tensors)
+        tensors_of, numbers_of, address = _picker(tensors), _picker(numbers), operator.methodcaller("data_ptr")
+
+        def launch() -> None:
+            values[:count] = list(map(address, tensors_of(args)))
+            values[count:] = numbers_of(args)
+            run(packed)
+
+        return launch
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the values at these places of a sequence."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)

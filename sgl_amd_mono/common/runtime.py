@@ -9,6 +9,7 @@ when it is called. Importing this module imports neither torch, FlyDSL nor the s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,6 +64,13 @@ class Runtime(Protocol):
 
     def launch(self, kernel: Kernel, args: Sequence[Any]) -> None:
         """Launch with arguments in ABI order: an int, or a tensor that stands for its address at this moment."""
+
+    def prepare(self, kernel: Kernel, args: list[Any]) -> Callable[[], None]:
+        """A launch to be repeated: each call launches with what ``args`` holds then. An entry that is a tensor at the
+        first call stays one, an int stays an int; the rest is checked now and never again."""
+
+    def begin_step(self) -> None:
+        """Called once before the prepared launches of a step: what they share is looked up here."""
 
     def deadline_ticks(self, seconds: float) -> int:
         """Seconds as ticks of the device clock."""
@@ -159,6 +167,7 @@ class HipRuntime:
         self._api = api
         self._make_launcher = make_launcher or _flydsl_launcher
         self._peers: list[PeerBuffer] = []
+        self._stream = ctypes.c_void_p()
 
     def build(self, keys: Sequence[BuildKey]) -> list[Kernel]:
         """Rank 0 compiles what the cache lacks while the others wait; then every rank loads from the cache."""
@@ -198,6 +207,15 @@ class HipRuntime:
         """Asynchronous, on torch's current stream."""
         stream = self._torch.cuda.current_stream(self._request.device).cuda_stream
         kernel.loaded(argument_values(kernel, args), stream)
+
+    def prepare(self, kernel: Kernel, args: list[Any]) -> Callable[[], None]:
+        """See ``Runtime.prepare``; launches on the stream that was current at ``begin_step``."""
+        argument_values(kernel, args)
+        return kernel.loaded.prepare(args, self._stream)
+
+    def begin_step(self) -> None:
+        """Prepared launches go to torch's current stream."""
+        self._stream.value = self._torch.cuda.current_stream(self._request.device).cuda_stream
 
     def deadline_ticks(self, seconds: float) -> int:
         """Ticks of ``s_memrealtime``."""

@@ -831,6 +831,13 @@ class SimulatorRuntime:
             if self._on_report:
                 self._on_report(entry)
 
+    def prepare(self, kernel: Kernel, args: list[Any]) -> Callable[[], None]:
+        """See ``Runtime.prepare``."""
+        return lambda: self.launch(kernel, list(args))
+
+    def begin_step(self) -> None:
+        """Launches share nothing here."""
+
     def deadline_ticks(self, seconds: float) -> int:
         """Ticks of the virtual 100 MHz clock."""
         return deadline_ticks(seconds)

@@ -12,6 +12,7 @@ Every name it reads is declared in `sglang_names.py` and checked by test/unit/te
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -358,6 +359,9 @@ class StatePools:
     Args:
         layers: indices of the GDN layers.
         check: called with (layer, LayerState, slots) once per found pool; returns the reasons against it.
+
+    Attributes:
+        found: how often pools were found; pointers and strides taken before are of pools that SGLang has left.
     """
 
     def __init__(self, layers: Sequence[int], check: Callable[[int, LayerState, int], list[str]]) -> None:
@@ -365,6 +369,7 @@ class StatePools:
         self._check = check
         self._anchor: tuple[Any, ...] | None = None
         self._states: dict[int, LayerState] = {}
+        self.found = 0
         self._linear: Any = None
 
     def begin(self, requests: int, *, bind: bool = True) -> torch.Tensor | None:
@@ -415,6 +420,7 @@ class StatePools:
         if lines := by_layer(reasons):
             raise StateLayoutError("the state pools do not fit the kernels:\n  - " + "\n  - ".join(lines))
         self._states = states
+        self.found += 1
 
     def __getitem__(self, layer: int) -> LayerState:
         return self._states[layer]
@@ -465,12 +471,18 @@ def attention_core(
     Returns:
         bf16 [rows, core width], contiguous.
     """
-    from sglang.srt.models.qwen3_5 import fused_sigmoid_mul
-
     layer = view.module
     q, k, v, gate = layer._prepare_qkv_gate(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
     core = layer.attn(q, k, v, forward_batch)
-    return fused_sigmoid_mul(core, gate, inplace=True).contiguous()
+    return _qwen3_5().fused_sigmoid_mul(core, gate, inplace=True).contiguous()
+
+
+@functools.cache
+def _qwen3_5() -> Any:
+    """SGLang's module of the model's layers; an import statement costs several calls each time."""
+    from sglang.srt.models import qwen3_5
+
+    return qwen3_5
 
 
 def gdn_core(view: GdnView, hidden: torch.Tensor, forward_batch: Any) -> torch.Tensor:

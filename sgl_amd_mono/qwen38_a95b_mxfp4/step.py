@@ -71,10 +71,29 @@ class LaunchEvent:
     forward_batch: Any = field(repr=False)
 
 
-class BoundLaunch:
-    """A kernel at one layer and width: the arguments that never change are in place, the others are set by name."""
+def places(abi: Sequence[tuple[str, str]], *names: str) -> tuple[int, ...]:
+    """Places of these arguments in an ABI."""
+    order = [name for name, _ in abi]
+    return tuple(order.index(name) for name in names)
 
-    __slots__ = ("_args", "_places", "kernel", "layer", "names")
+
+#: Where a step puts what changes from step to step: in K1, then in K2.
+K1_HIDDEN, K1_RESIDUAL, K1_RESIDUAL_OUT, K1_STATE_INDEX = places(
+    gdn.ABI, "hidden", "residual", "residual_out", "state_index"
+)
+K2_CORE, K2_RESIDUAL, K2_RESIDUAL_OUT, K2_ROW_INDEX, K2_GATES = places(
+    layer.ABI, "core", "residual", "residual_out", "row_index", "gates"
+)
+
+
+class BoundLaunch:
+    """A kernel at one layer and width.
+
+    Attributes:
+        arguments: the live list, in ABI order. What never changes is in place; a step writes the rest before `launch`.
+    """
+
+    __slots__ = ("_launch", "_places", "arguments", "kernel", "layer", "names")
 
     def __init__(self, kernel: Kernel, layer: int, names: Sequence[str], fixed: dict[str, Any]) -> None:
         unknown = sorted(set(fixed) - set(names))
@@ -82,14 +101,26 @@ class BoundLaunch:
             raise ValueError(f"{kernel}: its ABI has no argument {', '.join(unknown)}")
         self.kernel, self.layer, self.names = kernel, layer, tuple(names)
         self._places = {name: i for i, name in enumerate(self.names)}
-        self._args = [fixed.get(name) for name in self.names]
+        self.arguments = [fixed.get(name) for name in self.names]
+        self._launch: Callable[[], None] | None = None
 
     def with_args(self, **moving: Any) -> list[Any]:
-        """The full argument list, in ABI order."""
-        args = self._args.copy()
+        """A copy of the argument list with some set by name."""
+        args = self.arguments.copy()
         for name, value in moving.items():
             args[self._places[name]] = value
         return args
+
+    def set(self, **moving: Any) -> None:
+        """Set arguments by name, until they are set again."""
+        self.arguments = self.with_args(**moving)
+        self._launch = None
+
+    def launch(self, runtime: Runtime) -> None:
+        """Launch with the arguments as they are now; `runtime` prepares it the first time."""
+        if self._launch is None:
+            self._launch = runtime.prepare(self.kernel, self.arguments)
+        self._launch()
 
 
 @dataclass
@@ -117,11 +148,6 @@ class WidthLaunches:
     row_index: torch.Tensor
     core_z: torch.Tensor | None = None
     core_squares: torch.Tensor | None = None
-
-    def other_residual(self, used: torch.Tensor | None) -> torch.Tensor:
-        """A residual buffer that is not `used`."""
-        first, second = self.residuals
-        return second if used is not None and used.data_ptr() == first.data_ptr() else first
 
 
 class Step:
@@ -158,8 +184,9 @@ class Step:
         self.launches = {
             str(bound.kernel): bound.kernel for at in widths.values() for bound in (*at.k1.values(), *at.k2.values())
         }
-        self._original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
+        self.original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
         self.peers, self._keys, self._stop, self._modes = peers, tuple(keys), stop, modes
+        self._bound_pools = 0  # `pools.found` when K1's arguments were set
 
     @torch.no_grad()
     def forward(
@@ -187,7 +214,7 @@ class Step:
         extra = (input_embeds, pp_proxy_tensors, get_embedding, *more.values())
         if at is None or not state.covers_call(self.view.model, extra):
             self.passed_on += 1
-            return self._original(
+            return self.original(
                 input_ids,
                 positions,
                 forward_batch,
@@ -212,6 +239,8 @@ class Step:
         """Embedding and every layer: (hidden, residual) of the last one."""
         model, verify = self.view.model, key.forward_mode == VERIFY
         indices = self._pools.begin(key.batch_size, bind=not verify)
+        if self._bound_pools != self._pools.found:
+            self._bind_pools()
         if verify and indices is not None:
             per_request = at.row_index.view(key.batch_size, key.tokens_per_request)
             per_request.copy_(indices[: key.batch_size].unsqueeze(1).expand_as(per_request))
@@ -220,17 +249,38 @@ class Step:
         hidden = state.run_embedding(model, input_ids)
         residual: torch.Tensor | None = None
         self._epoch.add_(1)
+        self.runtime.begin_step()
+        # Each launch writes the residual buffer that the one before it did not: SGLang's norm, between a K2 and the
+        # next one, returns the buffer that it was given or one of its own.
+        out, other = at.residuals
         for view in self.view.layers:
             if view.kind == "gdn" and not verify:
-                core, residual = self._gdn_front(at, view, hidden, residual, indices, forward_batch)
+                core, residual = self._gdn_front(at, view, hidden, residual, out, indices, forward_batch)
+                out, other = other, out
             else:
                 normed, residual = state.input_norm(view, hidden, residual)
                 if view.kind == "gdn":
                     core = state.gdn_core(view, normed, forward_batch)
                 else:
                     core = state.attention_core(view, positions, normed, forward_batch)
-            hidden, residual = self._layer_tail(at, view, core, residual, indices, forward_batch)
+            hidden, residual = self._layer_tail(at, view, core, residual, out, indices, forward_batch)
+            out, other = other, out
         return hidden, residual
+
+    def _bind_pools(self) -> None:
+        """K1 of every width reads the state pools where they are now."""
+        for at in self._widths.values():
+            for number, bound in at.k1.items():
+                conv, ssm = self._pools[number].conv, self._pools[number].ssm
+                bound.set(
+                    conv_state=conv,
+                    ssm_state=ssm,
+                    conv_slot_stride=conv.stride(0),
+                    conv_channel_stride=conv.stride(1),
+                    conv_tap_stride=conv.stride(2),
+                    ssm_slot_stride=ssm.stride(0),
+                )
+        self._bound_pools = self._pools.found
 
     def _gdn_front(
         self,
@@ -238,27 +288,20 @@ class Step:
         view: state.GdnView,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
+        out: torch.Tensor,
         indices: torch.Tensor,
         forward_batch: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K1 of one layer: (core, residual). Then the prefix cache's copies of the new states."""
-        pool, bound = self._pools[view.layer], at.k1[view.layer]
-        out = at.other_residual(residual)
-        conv, ssm = pool.conv, pool.ssm
-        args = bound.with_args(
-            hidden=hidden,
-            residual=0 if residual is None else residual,
-            residual_out=out,
-            state_index=indices,
-            conv_state=conv,
-            ssm_state=ssm,
-            conv_slot_stride=conv.stride(0),
-            conv_channel_stride=conv.stride(1),
-            conv_tap_stride=conv.stride(2),
-            ssm_slot_stride=ssm.stride(0),
-        )
-        self._launch("k1", bound, args, view, forward_batch)
-        self._pools.track(forward_batch, view.layer, indices)
+        """K1 of one layer: (core, residual in `out`). Then the prefix cache's copies of the new states."""
+        bound = at.k1[view.layer]
+        arguments = bound.arguments
+        arguments[K1_HIDDEN] = hidden
+        arguments[K1_RESIDUAL] = 0 if residual is None else residual
+        arguments[K1_RESIDUAL_OUT] = out
+        arguments[K1_STATE_INDEX] = indices
+        self._launch("k1", bound, out, view, forward_batch)
+        if forward_batch.mamba_track_mask is not None:
+            self._pools.track(forward_batch, view.layer, indices)
         return at.core, out
 
     def _layer_tail(
@@ -267,25 +310,30 @@ class Step:
         view: state.GdnView | state.AttentionView,
         core: torch.Tensor,
         residual: torch.Tensor,
+        out: torch.Tensor,
         indices: torch.Tensor | None,
         forward_batch: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K2 of one layer: (hidden, residual)."""
-        bound, out = at.k2[view.layer], at.other_residual(residual)
-        gates = int(core is at.core and at.core_z is not None)  # the core of a one-hop K1
-        args = bound.with_args(core=core, residual=residual, residual_out=out, row_index=indices, gates=gates)
-        self._launch("k2", bound, args, view, forward_batch)
+        """K2 of one layer: (hidden, residual in `out`)."""
+        bound = at.k2[view.layer]
+        arguments = bound.arguments
+        arguments[K2_CORE] = core
+        arguments[K2_RESIDUAL] = residual
+        arguments[K2_RESIDUAL_OUT] = out
+        arguments[K2_ROW_INDEX] = indices
+        arguments[K2_GATES] = 1 if core is at.core and at.core_z is not None else 0  # the core of a one-hop K1
+        self._launch("k2", bound, out, view, forward_batch)
         return at.hidden, out
 
-    def _launch(self, kind: str, bound: BoundLaunch, args: list[Any], view: Any, forward_batch: Any) -> None:
+    def _launch(self, kind: str, bound: BoundLaunch, out: torch.Tensor, view: Any, forward_batch: Any) -> None:
         if not (self.before_launch or self.observers):
-            self.runtime.launch(bound.kernel, args)
+            bound.launch(self.runtime)
             return
-        rows = args[bound.names.index("residual_out")].shape[0]
-        event = LaunchEvent(kind, bound.layer, rows, dict(zip(bound.names, args)), view, forward_batch)
+        named = dict(zip(bound.names, bound.arguments))
+        event = LaunchEvent(kind, bound.layer, out.shape[0], named, view, forward_batch)
         for observer in self.before_launch:
             observer(event)
-        self.runtime.launch(bound.kernel, args)
+        bound.launch(self.runtime)
         for observer in self.observers:
             observer(event)
 

@@ -75,6 +75,12 @@ class DoubleRuntime:
     def synchronize(self) -> None:
         """Launches run at once here."""
 
+    def prepare(self, kernel: DoubleKernel, args: list[Any]) -> Any:
+        return lambda: self.launch(kernel, list(args))
+
+    def begin_step(self) -> None:
+        """Launches share nothing here."""
+
     def deadline_ticks(self, seconds: float) -> int:
         return round(seconds * TICKS_PER_SECOND)
 

@@ -29,7 +29,7 @@ class Run:
 
     def __call__(self, *, plugin: bool, width: int | None = None, prompts: list[list[int]] = PROMPTS) -> Any:
         """float32 logits [steps, requests, vocab] of the decode steps."""
-        self.loaded.model.forward = self.plugin if plugin else self.step._original
+        self.loaded.model.forward = self.plugin if plugin else self.step.original
         try:
             self.loaded.prefill(prompts)
             rows = len(prompts)

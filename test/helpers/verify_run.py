@@ -174,7 +174,7 @@ def main() -> int:
     for name, requests, pads in (("4 rows", 1, 0), ("8 rows", 2, 0), ("padded", 1, 1)):
         log.lines.clear()
         steps = step.steps
-        on, off = verify(verify.installed, requests, pads), verify(step._original, requests, pads)
+        on, off = verify(verify.installed, requests, pads), verify(step.original, requests, pads)
         case = {key: bool(torch.equal(on[key], off[key])) for key in ("conv", "ssm")}
         first = {key: bool(torch.equal(on[key][0], off[key][0])) for key in ("drafts", "windows")}
         found[name] = {

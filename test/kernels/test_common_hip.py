@@ -36,7 +36,7 @@ def run_python(code: str, environment: dict[str, str]) -> subprocess.CompletedPr
 
 
 LAUNCH = """
-import json
+import ctypes, json
 from helpers.common_kernels import RingKey
 from sgl_amd_mono.common import _flydsl
 from sgl_amd_mono.common.build import compile_artifact
@@ -47,7 +47,18 @@ values = list(range(100, 100 + len(key.abi)))
 values[[n for n, _ in key.abi].index("deadline_ticks")] = 6_000_000_000
 values[[n for n, _ in key.abi].index("rank")] = -1
 launch(values, 77)
-launch(values, 78)
+class Tensor:
+    def __init__(self, address): self.address = address
+    def data_ptr(self): return self.address
+args = [Tensor(v) if kind == "ptr" else v for v, (_, kind) in zip(values, key.abi)]
+stream = ctypes.c_void_p(0)
+prepared = launch.prepare(args, stream)
+stream.value = 78
+prepared()
+for arg in args[:2]:
+    arg.address += 1000
+args[-1] += 1
+prepared()
 print(json.dumps([artifact.name, values]))
 """
 
@@ -62,9 +73,10 @@ def test_flydsls_executor_launches_with_our_arguments_on_our_stream(rocm: RocmSt
     calls = rocm.calls()
     assert f"hipModuleGetFunction {name}" in calls
     launches = [call for call in calls if call.startswith("hipModuleLaunchKernel")]
-    text = " ".join(str(v) for v in values)
+    moved = [v + 1000 * (place < 2) + (place == len(values) - 1) for place, v in enumerate(values)]
     assert launches == [
-        f"hipModuleLaunchKernel grid 4 1 1 block 512 1 1 lds 0 stream {stream} args {text}" for stream in (77, 78)
+        f"hipModuleLaunchKernel grid 4 1 1 block 512 1 1 lds 0 stream {stream} args {' '.join(map(str, given))}"
+        for stream, given in ((77, values), (78, values), (78, moved))
     ]
 
 

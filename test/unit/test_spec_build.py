@@ -20,8 +20,8 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.step import (
     K2_SLOT,
     MAX_LAYERS,
     BoundLaunch,
-    WidthLaunches,
     agree,
+    places,
     pool_reasons,
     same_launches,
 )
@@ -136,16 +136,28 @@ def test_bound_launch_fills_by_name_and_in_order() -> None:
         bound.with_args(d=1)
 
 
-def test_residual_buffers_alternate() -> None:
-    first, second, foreign = (torch.zeros(2, 4, dtype=torch.bfloat16) for _ in range(3))
-    at = WidthLaunches(
-        {}, {}, hidden=foreign, residuals=(first, second), z=foreign, squares=foreign, core=foreign, row_index=foreign
-    )
-    assert at.other_residual(None) is first
-    assert at.other_residual(first) is second
-    assert at.other_residual(first.view(-1).view(2, 4)) is second  # the same memory under another tensor
-    assert at.other_residual(second) is first
-    assert at.other_residual(foreign) is first
+class Repeating:
+    """A runtime that keeps what each launch was given."""
+
+    def __init__(self) -> None:
+        self.prepared, self.launched = 0, []
+
+    def prepare(self, kernel: Any, args: list[Any]) -> Callable[[], None]:
+        self.prepared += 1
+        return lambda: self.launched.append(list(args))
+
+
+def test_a_launch_is_prepared_once_and_takes_what_its_arguments_hold() -> None:
+    bound, runtime = BoundLaunch("kernel", 3, ("a", "b", "c"), {"b": 2}), Repeating()
+    (a,) = places((("x", "ptr"), ("a", "ptr")), "a")
+    bound.arguments[0] = 1
+    bound.launch(runtime)
+    bound.arguments[0] = 5
+    bound.launch(runtime)
+    assert a == 1 and runtime.launched == [[1, 2, None], [5, 2, None]] and runtime.prepared == 1
+    bound.set(b=7, c=8)  # other pools: prepared anew
+    bound.launch(runtime)
+    assert runtime.launched[-1] == [5, 7, 8] and runtime.prepared == 2
 
 
 def pools(slots: int = 4, conv: torch.dtype = torch.bfloat16, ssm: torch.dtype = torch.float32) -> LayerState:
