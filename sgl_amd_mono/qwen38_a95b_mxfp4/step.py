@@ -407,7 +407,8 @@ def build_step(
     keys: list[Any] = []
     for width in widths:
         keys += dict.fromkeys(k1_key(v, width) for v in view.layers if v.kind == "gdn" and with_k1)
-        keys.append(layer.LayerKey(geometry, width, stop=stop))
+        # one K2 for each form that some layer has: a checkpoint quantises, or leaves out, each projection by itself
+        keys += dict.fromkeys(_k2_key(geometry, width, stop, v) for v in view.layers)
     kernels = agree(group, f"{name}: building the kernels", lambda: dict(zip(keys, runtime.build(keys))))
     same_launches(group, name, view, keys)
     peers = agree(group, f"{name}: the peer buffer", lambda: runtime.peer_buffer(layer.peer_bytes(geometry), group))
@@ -437,9 +438,12 @@ def build_step(
             core_squares=rows(geometry.gdn_units, "core_squares", torch.float32) if one_hop and with_k1 else None,
             row_index=runtime.zeros(4 * width, f"row_index.w{width}")[: 4 * width].view(torch.int32),
         )
-        k2_kernel = kernels[layer.LayerKey(geometry, width, stop=stop)]
         k1_scratch = runtime.zeros(gdn.scratch_bytes(geometry, width), f"k1.scratch.w{width}")
-        k2_scratch = runtime.zeros(layer.scratch_bytes(geometry, width), f"k2.scratch.w{width}")
+        # layers of one layout share it: they differ in their tags
+        k2_scratch = {
+            fused: runtime.zeros(layer.scratch_bytes(geometry, width, fused), f"k2.scratch{'.fused' * fused}.w{width}")
+            for fused in sorted({v.moe.fused_shared for v in view.layers})
+        }
         parts = {
             "core_z": 0 if at.core_z is None else at.core_z,
             "core_squares": 0 if at.core_squares is None else at.core_squares,
@@ -454,7 +458,7 @@ def build_step(
             fixed = shared | _k2_weights(v)
             fixed |= {
                 "layer_slot": K2_SLOT + v.layer,
-                "scratch": k2_scratch,
+                "scratch": k2_scratch[v.moe.fused_shared],
                 "out": at.hidden,
                 "next_z": at.z,
                 "next_squares": at.squares,
@@ -462,7 +466,8 @@ def build_step(
                 **parts,
                 "last": int(v is view.layers[-1]),
             }
-            at.k2[v.layer] = BoundLaunch(k2_kernel, v.layer, [n for n, _ in layer.ABI], fixed)
+            kernel = kernels[_k2_key(geometry, width, stop, v)]
+            at.k2[v.layer] = BoundLaunch(kernel, v.layer, [n for n, _ in layer.ABI], fixed)
         return at
 
     bound = agree(group, f"{name}: buffers", lambda: {width: bind(width) for width in widths})
@@ -490,9 +495,10 @@ def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) 
     for key in kernels:
         first = " of the first layer" if getattr(key, "first_layer", False) else ""
         states = f" with {key.state_dtype} state" if hasattr(key, "state_dtype") else ""
-        forms = {"in_proj_qkvz": "qkvz_format", "in_proj_ba": "ba_format"}
+        forms = {"in_proj_qkvz": "qkvz_format", "in_proj_ba": "ba_format", "output projection": "projection"}
         packed = [name for name, form in forms.items() if getattr(key, form, gdn.BF16) == gdn.MXFP4]
         states += f", MXFP4 {' and '.join(packed)}" if packed else ""
+        states += ", shared expert fused" if getattr(key, "fused_shared", False) else ""
         groups.setdefault(key.launch + first + states, []).append(key)
     parts = []
     for launch, keys in sorted(groups.items()):
@@ -538,10 +544,17 @@ def _k1_weights(view: state.GdnView) -> dict[str, Any]:
     }
 
 
+def _k2_key(geometry: Geometry, width: int, stop: bool, view: state.GdnView | state.AttentionView) -> layer.LayerKey:
+    """The K2 that takes this layer's weights."""
+    return layer.LayerKey(geometry, width, stop, _format(view.out), view.moe.fused_shared)
+
+
 def _k2_weights(view: state.GdnView | state.AttentionView) -> dict[str, Any]:
+    """K2's weights by ABI name; 0 where this form of the layer has none."""
     moe = view.moe
-    return {
+    weights = {
         "w_o": view.out,
+        "w_o_scale": view.out_scale if _format(view.out) == layer.MXFP4 else None,
         "norm_w": view.post_norm,
         "w_router": moe.router,
         "w_sg": moe.shared_gate,
@@ -552,6 +565,7 @@ def _k2_weights(view: state.GdnView | state.AttentionView) -> dict[str, Any]:
         "w2": moe.w2,
         "w2_scale": moe.w2_scale,
     }
+    return {name: 0 if weight is None else weight for name, weight in weights.items()}
 
 
 def _warm_up(runtime: Runtime, widths: dict[int, WidthLaunches], kernels: dict[Any, Kernel]) -> None:
@@ -574,8 +588,9 @@ def same_launches(group: state.RankGroup, name: str, view: state.ModelView, keys
 
     A launch that one rank lacks would leave its peers waiting in theirs until the deadline.
     """
-    formats = [(v.layer, v.kind, [str(getattr(w, "dtype", None)) for w in _projections(v)]) for v in view.layers]
-    text = repr(formats) + " ".join(key.digest() for key in keys)
+    forms = [(v.layer, v.kind, [str(getattr(w, "dtype", None)) for w in _projections(v)], v.moe.fused_shared)
+             for v in view.layers]  # fmt: skip
+    text = repr(forms) + " ".join(key.digest() for key in keys)
     digests = group.all_gather(hashlib.sha256(text.encode()).hexdigest())
     if len(set(digests)) > 1:
         found = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))

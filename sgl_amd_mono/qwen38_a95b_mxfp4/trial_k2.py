@@ -18,10 +18,13 @@ from sgl_amd_mono.common.build import Artifact, build
 from sgl_amd_mono.common.sync import FAULT_BLOCK_BYTES, FaultState, decode_fault_block
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import GDN_UNIT_ROWS, MAX_ROWS, MX_BLOCK, Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn_naive import core_of_parts
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
+    BF16,
     INTER_PAIRS,
     INTER_WORDS,
+    MXFP4,
     ROUTE_WORDS,
     LayerKey,
     peer_bytes,
@@ -34,18 +37,39 @@ SLOT = 128 + 5  # K2 of layer 5
 DEADLINE = 2_000_000  # 20 ms of the virtual clock
 
 
+@dataclass(frozen=True)
+class Variant:
+    """The fields of K2's build key that a model's weights decide."""
+
+    projection: str = BF16
+    fused_shared: bool = False
+
+    def key(self, geometry: Geometry, width: int, stop: bool = False) -> LayerKey:
+        """The build key. `stop`: as a server builds it."""
+        return LayerKey(geometry, width, stop, self.projection, self.fused_shared)
+
+
+PLAIN = Variant()
+VARIANTS = {
+    "plain": PLAIN,
+    "mxfp4": Variant(projection=MXFP4),
+    "fused": Variant(fused_shared=True),
+    "mxfp4-fused": Variant(MXFP4, True),
+}
+
+
 @cache
-def artifact(geometry: Geometry, width: int, stop: bool = False) -> Artifact:
+def artifact(geometry: Geometry, width: int, stop: bool = False, variant: Variant = PLAIN) -> Artifact:
     """The built kernel, from the cache where it is there. `stop`: as a server builds it."""
-    return build(LayerKey(geometry=geometry, width=width, stop=stop))
+    return build(variant.key(geometry, width, stop))
 
 
 @cache
-def code(geometry: Geometry, width: int, stop: bool = False):
+def code(geometry: Geometry, width: int, stop: bool = False, variant: Variant = PLAIN):
     """The kernel's code object, decoded."""
     from sgl_amd_mono.sim import CodeObject
 
-    return CodeObject.parse(artifact(geometry, width, stop).isa)
+    return CodeObject.parse(artifact(geometry, width, stop, variant).isa)
 
 
 def lazy_bytes(*shape: int) -> torch.Tensor:
@@ -70,14 +94,28 @@ class RankWeights:
         experts = naive.LayerWeights.from_shuffled(t["w13"], t["w13_scale"], t["w2"], t["w2_scale"])
         return cache(experts) if self.keep_experts else experts
 
+    @property
+    def variant(self) -> Variant:
+        """The kernel that takes these tensors."""
+        return Variant(MXFP4 if "w_o_scale" in self.tensors else BF16, "w_sgu" not in self.tensors)
+
     def naive(self) -> naive.LayerWeights:
         t = self.tensors
-        return naive.LayerWeights(t["w_o"], t["norm_w"], t["w_router"], t["w_sgu"], t["w_sg"], t["w_sd"], self._experts)
+        return naive.LayerWeights(
+            t["w_o"], t["norm_w"], t["w_router"], t.get("w_sgu"), t["w_sg"], t.get("w_sd"), self._experts,
+            t.get("w_o_scale"),
+        )  # fmt: skip
 
 
-def random_weights(geometry: Geometry, seed: int, experts: Sequence[int] | None = None):
-    """Weights of every rank, seeded; only the experts in `experts` are filled (all where it is None)."""
+def random_weights(
+    geometry: Geometry, seed: int, experts: Sequence[int] | None = None, variant: Variant = PLAIN
+) -> list[RankWeights]:
+    """Weights of every rank, seeded; only the experts in `experts` are filled (all where it is None).
+
+    The tensors that two variants share hold the same values; a fused shared expert counts as expert E.
+    """
     g = geometry
+    count = g.experts + variant.fused_shared
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
@@ -96,13 +134,17 @@ def random_weights(geometry: Geometry, seed: int, experts: Sequence[int] | None 
         tensors["w_o"] = normal(h, g.core_width, scale=(g.core_width * g.tp) ** -0.5)
         tensors["w_sgu"] = normal(2 * si, h, scale=1.5 * h**-0.5)
         tensors["w_sd"] = normal(h, si, scale=(si * g.tp) ** -0.5)
-        tensors["w13"] = lazy_bytes(g.experts, 2 * ri, h // 2)
-        tensors["w13_scale"] = lazy_bytes(g.experts, 2 * ri, h // MX_BLOCK)
-        tensors["w2"] = lazy_bytes(g.experts, h, ri // 2)
-        tensors["w2_scale"] = lazy_bytes(g.experts, h, ri // MX_BLOCK)
+        if variant.projection == MXFP4:
+            tensors["w_o"], tensors["w_o_scale"] = layout.quantize_mxfp4(tensors["w_o"], layout.scale_code_even)
+        if variant.fused_shared:
+            del tensors["w_sgu"], tensors["w_sd"]
+        tensors["w13"] = lazy_bytes(count, 2 * ri, h // 2)
+        tensors["w13_scale"] = lazy_bytes(count, 2 * ri, h // MX_BLOCK)
+        tensors["w2"] = lazy_bytes(count, h, ri // 2)
+        tensors["w2_scale"] = lazy_bytes(count, h, ri // MX_BLOCK)
         ranks.append(RankWeights(tensors))
     for rank, weights in enumerate(ranks):
-        for e in experts if experts is not None else range(g.experts):
+        for e in experts if experts is not None else range(count):
             fill_expert(g, weights, e, seed * 1_000_003 + rank * g.experts + e)
     return ranks
 
@@ -201,7 +243,7 @@ class Result:
     faults: list[FaultState] = field(default_factory=list)
 
     def _scratch(self, rank: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        span = scratch_regions(self.bench.geometry, self.width)[name]
+        span = scratch_regions(self.bench.geometry, self.width, self.bench.variant.fused_shared)[name]
         return self.bench.scratch[self.width][rank][span.offset : span.offset + span.nbytes].view(dtype)
 
     def _pairs(self, rank: int, name: str) -> torch.Tensor:
@@ -220,16 +262,25 @@ class Result:
         return halves.permute(0, 2, 1).reshape(MAX_ROWS, g.experts)[: self.width].clone()
 
     def route(self, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 and weights f64 [S, picks]; a fused shared expert's weight is the gate."""
         raw = self._scratch(rank, "ROUTE", torch.int32).reshape(2, self.width, ROUTE_WORDS)
-        k = self.bench.geometry.top_k
-        return raw[0, :, :k].long(), raw[1].contiguous().view(torch.float32)[:, :k].double()
+        k, fused = self.bench.geometry.top_k, self.bench.variant.fused_shared
+        ids, weights = raw[0, :, : k + fused].long(), raw[1].contiguous().view(torch.float32)[:, :k].double()
+        if fused:
+            gate = torch.where(ids[:, k] >= 0, self.gate(rank).double(), 0.0)
+            weights = torch.cat([weights, gate[:, None]], 1)
+        return ids, weights
 
     def inter(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed uint8 [S, k, RI/2] and codes uint8 [S, k, RI/32]."""
-        g = self.bench.geometry
-        words = self._pairs(rank, "INTER").reshape(self.width, g.top_k, -1, INTER_PAIRS)
-        packed = words[..., :INTER_WORDS].contiguous().view(torch.uint8).reshape(self.width, g.top_k, -1)
+        """Packed uint8 [S, picks, RI/2] and codes uint8 [S, picks, RI/32]."""
+        picks = self.bench.geometry.top_k + self.bench.variant.fused_shared
+        words = self._pairs(rank, "INTER").reshape(self.width, picks, -1, INTER_PAIRS)
+        packed = words[..., :INTER_WORDS].contiguous().view(torch.uint8).reshape(self.width, picks, -1)
         return packed, words[..., INTER_WORDS].to(torch.uint8)
+
+    def gate(self, rank: int = 0) -> torch.Tensor:
+        """Gate of the shared expert f32 [S]."""
+        return self._pairs(rank, "GATE").contiguous().view(torch.float32)
 
     def shared(self, rank: int) -> torch.Tensor:
         """Shared activation bf16 [S, SI]."""
@@ -247,7 +298,7 @@ class Bench:
         from sgl_amd_mono.sim import Machine
 
         g = geometry
-        self.geometry, self.weights, self.stop = g, weights, stop
+        self.geometry, self.weights, self.stop, self.variant = g, weights, stop, weights[0].variant
         self.machine = Machine(ranks=g.tp, cus=g.blocks, memory=memory, seed=seed, **machine)
         self.scratch: dict[int, list[torch.Tensor]] = {}
         self.peers = [torch.zeros(peer_bytes(g), dtype=torch.uint8) for _ in range(g.tp)]
@@ -266,8 +317,9 @@ class Bench:
     def _scratch_of(self, width: int) -> list[torch.Tensor]:
         if width not in self.scratch:
             g = self.geometry
-            regions = [(name, span.offset, span.nbytes) for name, span in scratch_regions(g, width).items()]
-            self.scratch[width] = [torch.zeros(scratch_bytes(g, width), dtype=torch.uint8) for _ in range(g.tp)]
+            fused = self.variant.fused_shared
+            regions = [(name, span.offset, span.nbytes) for name, span in scratch_regions(g, width, fused).items()]
+            self.scratch[width] = [torch.zeros(scratch_bytes(g, width, fused), dtype=torch.uint8) for _ in range(g.tp)]
             for rank, tensor in enumerate(self.scratch[width]):
                 self.machine.map_tensor(rank, tensor, f"scratch{width}", kind="mailbox", regions=regions)
         return self.scratch[width]
@@ -279,8 +331,8 @@ class Bench:
         from sgl_amd_mono.sim import Launch
 
         g, width = self.geometry, inputs.width
-        built = artifact(g, width, self.stop)
-        codes = codes or [program or code(g, width, self.stop)] * g.tp
+        built = artifact(g, width, self.stop, self.variant)
+        codes = codes or [program or code(g, width, self.stop, self.variant)] * g.tp
         scratch = self._scratch_of(width)
         launches, outs, residuals, zs, squares = [], [], [], [], []
         tensors: list[tuple[int, torch.Tensor]] = []
@@ -318,7 +370,7 @@ class Bench:
                 "epoch": self.epoch[rank].data_ptr(), "deadline_ticks": deadline, "rank": rank, "mode": mode,
                 "layer_slot": slots[rank] if slots else slot, "last": last,
             }  # fmt: skip
-            kernargs = built.pack([values[a.name] for a in built.arguments])
+            kernargs = built.pack([values.get(a.name, 0) for a in built.arguments])
             launches.append(Launch(rank=rank, code=codes[rank], grid=built.grid, block=built.block, kernargs=kernargs))
             outs.append(out)
             residuals.append(residual_out)

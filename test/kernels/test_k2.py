@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K2 at the small geometry on the simulator: every stage against its definition, ranks and widths bit for bit."""
+"""K2 and its variants at the small geometry on the simulator: every stage against its definition, ranks and widths bit
+for bit. `form` names a variant, see `k2_bench.VARIANTS`."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def geometry(tp: int) -> Geometry:
 
 
 @cache
-def weights(tp: int) -> list[kb.RankWeights]:
-    return kb.random_weights(geometry(tp), WEIGHT_SEED)
+def weights(form: str, tp: int) -> list[kb.RankWeights]:
+    return kb.random_weights(geometry(tp), WEIGHT_SEED, variant=kb.VARIANTS[form])
 
 
 @cache
@@ -50,14 +51,14 @@ def inputs(tp: int, width: int) -> kb.Inputs:
 
 
 @cache
-def launch(tp: int, width: int, memory: str = "consistent", seed: int = 0) -> kb.Result:
-    bench = kb.Bench(geometry(tp), weights(tp), memory=memory, seed=seed)
+def launch(form: str, tp: int, width: int, memory: str = "consistent", seed: int = 0) -> kb.Result:
+    bench = kb.Bench(geometry(tp), weights(form, tp), memory=memory, seed=seed)
     return bench.run(inputs(tp, width), last=1)
 
 
 @cache
-def expected(tp: int, width: int) -> naive.LayerTrace:
-    return kb.definition(geometry(tp), weights(tp), inputs(tp, width))
+def expected(form: str, tp: int, width: int) -> naive.LayerTrace:
+    return kb.definition(geometry(tp), weights(form, tp), inputs(tp, width))
 
 
 def live(tp: int, width: int) -> torch.Tensor:
@@ -69,16 +70,24 @@ def case_marks(name: str, unmarked: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.xdist_group(f"k2-{name}"), *(() if unmarked else (full,))]
 
 
+# What `make test` runs, besides the launch of eight rows that the others are compared with: (variant, width or seed).
+TWO_RANKS = {("plain", 1), ("plain", 2), ("plain", 5), ("plain", 8), ("mxfp4", 1), ("fused", 1), ("fused", 7)}
+ONE_RANK = {("plain", 1), ("plain", 7)}
+ADVERSARIAL = {("plain", 0), ("plain", 6), ("mxfp4", 0), ("fused", 6)}
 CASES = [
-    pytest.param(tp, width, memory, seed, marks=case_marks(name, unmarked), id=name)
-    for tp, width, memory, seed, unmarked in [
-        *((2, w, "consistent", 0, w in (1, 2, 5, 8)) for w in range(1, 9)),
-        *((1, w, "consistent", 0, w in (1, 7)) for w in range(1, 9)),
-        *((2, 1 + s % 8, "adversarial", s, s in (0, 6)) for s in range(ADVERSARIAL_SEEDS)),
+    pytest.param(form, tp, width, memory, seed, marks=case_marks(name, unmarked), id=name)
+    for form, tp, width, memory, seed, unmarked in [
+        *((f, 2, w, "consistent", 0, (f, w) in TWO_RANKS) for f in kb.VARIANTS for w in range(1, 9)),
+        *((f, 1, w, "consistent", 0, (f, w) in ONE_RANK) for f in kb.VARIANTS for w in range(1, 9)),
+        *(
+            (f, 2, 1 + s % 8, "adversarial", s, (f, s) in ADVERSARIAL)
+            for f in kb.VARIANTS
+            for s in range(ADVERSARIAL_SEEDS)
+        ),
     ]
-    for name in [f"tp{tp}-s{width}-{memory}-{seed}"]
+    for name in [f"{form}-tp{tp}-s{width}-{memory}-{seed}"]
 ]
-stages = pytest.mark.parametrize(("tp", "width", "memory", "seed"), CASES)
+stages = pytest.mark.parametrize(("form", "tp", "width", "memory", "seed"), CASES)
 
 
 def assert_ulps(
@@ -93,20 +102,20 @@ def assert_ulps(
 
 
 @stages
-def test_no_wait_was_lost(tp: int, width: int, memory: str, seed: int) -> None:
-    assert not any(f.failed for f in launch(tp, width, memory, seed).faults)
+def test_no_wait_was_lost(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    assert not any(f.failed for f in launch(form, tp, width, memory, seed).faults)
 
 
 @stages
-def test_residual(tp: int, width: int, memory: str, seed: int) -> None:
-    result, want = launch(tp, width, memory, seed), expected(tp, width)
+def test_residual(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result, want = launch(form, tp, width, memory, seed), expected(form, tp, width)
     assert_ulps(result.residual[0], want.residual, 1, RESIDUAL_SHARE, "residual")
 
 
 @stages
-def test_what_the_next_norm_starts_from(tp: int, width: int, memory: str, seed: int) -> None:
+def test_what_the_next_norm_starts_from(form: str, tp: int, width: int, memory: str, seed: int) -> None:
     """z = out + residual in f32, bit for bit; sums of its squares over 8 columns; on every rank, pad rows included."""
-    result = launch(tp, width, memory, seed)
+    result = launch(form, tp, width, memory, seed)
     for out, residual, z, squares in zip(result.out, result.residual, result.next_z, result.next_squares, strict=True):
         want = out.float() + residual.float()
         assert torch.equal(z, want)
@@ -115,23 +124,23 @@ def test_what_the_next_norm_starts_from(tp: int, width: int, memory: str, seed: 
 
 
 @stages
-def test_normed_rows(tp: int, width: int, memory: str, seed: int) -> None:
-    result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
+def test_normed_rows(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result, want, rows = launch(form, tp, width, memory, seed), expected(form, tp, width), live(tp, width)
     assert kb.relative_l2(result.x()[rows], want.x[rows]) <= X_REL
 
 
 @stages
-def test_logits(tp: int, width: int, memory: str, seed: int) -> None:
-    result, rows = launch(tp, width, memory, seed), live(tp, width)
-    want = naive.logits(result.x(), weights(tp)[0].tensors["w_router"])
+def test_logits(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result, rows = launch(form, tp, width, memory, seed), live(tp, width)
+    want = naive.logits(result.x(), weights(form, tp)[0].tensors["w_router"])
     assert_ulps(result.logits()[rows], want[rows], 1, GIVEN_X_SHARE, "logits from the kernel's own x")
-    assert_ulps(result.logits()[rows], expected(tp, width).logits[rows], 1, LOGITS_SHARE, "logits", LOGIT_SCALE)
+    assert_ulps(result.logits()[rows], expected(form, tp, width).logits[rows], 1, LOGITS_SHARE, "logits", LOGIT_SCALE)
 
 
 @stages
-def test_route(tp: int, width: int, memory: str, seed: int) -> None:
-    result = launch(tp, width, memory, seed)
-    ids, route_weights = naive.route(result.logits(), geometry(tp).top_k, live(tp, width))
+def test_route(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(form, tp, width, memory, seed)
+    ids, route_weights = kb.route_given_logits(result, live(tp, width))
     for rank in range(tp):
         got_ids, got_weights = result.route(rank)
         assert torch.equal(got_ids, ids)
@@ -139,31 +148,31 @@ def test_route(tp: int, width: int, memory: str, seed: int) -> None:
 
 
 @stages
-def test_intermediates(tp: int, width: int, memory: str, seed: int) -> None:
+def test_intermediates(form: str, tp: int, width: int, memory: str, seed: int) -> None:
     for rank in range(tp):
-        got, want = kb.inter_given_x(launch(tp, width, memory, seed), inputs(tp, width), rank)
+        got, want = kb.inter_given_x(launch(form, tp, width, memory, seed), inputs(tp, width), rank)
         assert kb.relative_l2(got, want) <= 1e-2
         assert float((got != want).double().mean()) <= 0.01
 
 
 @stages
-def test_output_from_the_kernels_own_stages(tp: int, width: int, memory: str, seed: int) -> None:
-    result = launch(tp, width, memory, seed)
+def test_output_from_the_kernels_own_stages(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(form, tp, width, memory, seed)
     want, size = kb.out_given_stages(result, inputs(tp, width))
     rows = live(tp, width)
     assert_ulps(result.out[0][rows], want[rows], 2, 0.01, "out", size[rows])
 
 
 @stages
-def test_end_to_end(tp: int, width: int, memory: str, seed: int) -> None:
-    result, want, rows = launch(tp, width, memory, seed), expected(tp, width), live(tp, width)
+def test_end_to_end(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result, want, rows = launch(form, tp, width, memory, seed), expected(form, tp, width), live(tp, width)
     for t in rows.nonzero().flatten().tolist():
         assert kb.relative_l2(result.out[0][t], want.out[t]) <= OUT_REL
 
 
 @stages
-def test_pad_rows_are_zero(tp: int, width: int, memory: str, seed: int) -> None:
-    result, pads = launch(tp, width, memory, seed), ~live(tp, width)
+def test_pad_rows_are_zero(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result, pads = launch(form, tp, width, memory, seed), ~live(tp, width)
     for out, residual in zip(result.out, result.residual, strict=True):
         assert not out[pads].any()
         assert not residual[pads].any()
@@ -171,8 +180,8 @@ def test_pad_rows_are_zero(tp: int, width: int, memory: str, seed: int) -> None:
 
 
 @stages
-def test_ranks_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) -> None:
-    result = launch(tp, width, memory, seed)
+def test_ranks_agree_bit_for_bit(form: str, tp: int, width: int, memory: str, seed: int) -> None:
+    result = launch(form, tp, width, memory, seed)
     rows = live(tp, width)
     for rank in range(1, tp):
         assert torch.equal(result.out[rank], result.out[0])
@@ -181,50 +190,57 @@ def test_ranks_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) ->
 
 
 @stages
-def test_widths_agree_bit_for_bit(tp: int, width: int, memory: str, seed: int) -> None:
+def test_widths_agree_bit_for_bit(form: str, tp: int, width: int, memory: str, seed: int) -> None:
     """A live row has the bits that it has in the launch of eight rows, whatever else is in the step."""
-    result, widest, rows = launch(tp, width, memory, seed), launch(tp, ROWS), live(tp, width)
+    result, widest, rows = launch(form, tp, width, memory, seed), launch(form, tp, ROWS), live(tp, width)
     assert torch.equal(result.out[0][rows], widest.out[0][:width][rows])
     assert torch.equal(result.residual[0][rows], widest.residual[0][:width][rows])
 
 
+forms = pytest.mark.parametrize("form", ["plain", *(pytest.param(f, marks=full) for f in kb.VARIANTS if f != "plain")])
+
+
+@forms
 @pytest.mark.parametrize(
     "order", [(7, 6, 5, 4, 3, 2, 1, 0), pytest.param((3, 3, 3, 0), marks=full), pytest.param((5,), marks=full)]
 )
-def test_a_row_does_not_depend_on_its_neighbours(order: tuple[int, ...]) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(form: str, order: tuple[int, ...]) -> None:
     """Rows in another order, repeated, alone: each keeps its bits."""
-    bench = kb.Bench(geometry(2), weights(2))
-    result, widest = bench.run(inputs(2, ROWS).rows(order)), launch(2, ROWS)
+    bench = kb.Bench(geometry(2), weights(form, 2))
+    result, widest = bench.run(inputs(2, ROWS).rows(order)), launch(form, 2, ROWS)
     index = torch.tensor(order)
     assert torch.equal(result.out[0], widest.out[0][index])
     assert torch.equal(result.residual[0], widest.residual[0][index])
 
 
-def test_launches_follow_each_other_in_the_same_buffers() -> None:
+@forms
+def test_launches_follow_each_other_in_the_same_buffers(form: str) -> None:
     """Layers and steps, both parities, several widths in one peer buffer: no stale pair is taken for a new one."""
-    bench = kb.Bench(geometry(2), weights(2), memory="adversarial", seed=3)
+    bench = kb.Bench(geometry(2), weights(form, 2), memory="adversarial", seed=3)
     steps = [(1, 128, 2), (1, 129, 2), (2, 128, 1), (2, 129, 1), (3, 128, 2)]
     steps += [(EPOCH_MODULUS - 1, 254, 2), (EPOCH_MODULUS, 128, 2), (EPOCH_MODULUS + 1, 128, 1)]  # the tag wraps
     for epoch, slot, width in steps:
         step = inputs(2, ROWS).rows([(epoch + slot + t) % ROWS for t in range(width)])
         result = bench.run(step, epoch=epoch, slot=slot)
         for t in range(width):
-            assert torch.equal(result.out[1][t], launch(2, ROWS).out[1][(epoch + slot + t) % ROWS])
+            assert torch.equal(result.out[1][t], launch(form, 2, ROWS).out[1][(epoch + slot + t) % ROWS])
 
 
-def test_warm_up_launch_touches_nothing() -> None:
-    bench = kb.Bench(geometry(2), weights(2))
+@forms
+def test_warm_up_launch_touches_nothing(form: str) -> None:
+    bench = kb.Bench(geometry(2), weights(form, 2))
     result = bench.run(inputs(2, 2), mode=0)
     assert all(out.isnan().all() for out in result.out + result.residual)
     assert not any(p.any() for p in bench.peers)
     assert not any(s.any() for s in bench.scratch[2])
 
 
+@forms
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_step_of_pad_rows_alone(width: int) -> None:
+def test_a_step_of_pad_rows_alone(form: str, width: int) -> None:
     """No expert is read, every wait is met, the rows are zero."""
     step = kb.random_inputs(geometry(2), width, INPUT_SEED, pads=range(width))
-    result = kb.Bench(geometry(2), weights(2)).run(step, last=1)
+    result = kb.Bench(geometry(2), weights(form, 2)).run(step, last=1)
     assert not any(f.failed for f in result.faults)
     assert not any(t.any() for t in result.out + result.residual)
     assert not any(name in ("w13", "w2") and sum(n.values()) for (_, name), n in result.report.bytes_read.items())
@@ -233,7 +249,7 @@ def test_a_step_of_pad_rows_alone(width: int) -> None:
 def test_ties_and_nans_in_the_logits() -> None:
     """Equal router rows tie (the lower expert wins); an expert whose logit is NaN is taken last."""
     g = geometry(1)
-    own = [kb.RankWeights(dict(weights(1)[0].tensors))]
+    own = [kb.RankWeights(dict(weights("plain", 1)[0].tensors))]
     router = own[0].tensors["w_router"].clone()
     router[[9, 21]] = router[3].clone()
     router[[30, 31]] = -router[3].clone()
@@ -252,9 +268,10 @@ def test_ties_and_nans_in_the_logits() -> None:
     assert tied, "no row picked a tie: choose another seed"
 
 
-def test_hops() -> None:
+@forms
+def test_hops(form: str) -> None:
     """At most 3 hand-offs over peer memory and 2 inside the GPU in a row."""
-    chain = kb.Bench(geometry(2), weights(2)).run(inputs(2, 1)).report.hop_chain
+    chain = kb.Bench(geometry(2), weights(form, 2)).run(inputs(2, 1)).report.hop_chain
     regions = [region.removesuffix(".odd").split(".") for region, _ in chain]
     assert [name for memory, name in regions if memory.startswith("peer")] == ["AR", "RLOG", "FINAL"], chain
     assert [name for memory, name in regions if memory.startswith("scratch")] == ["MSQ", "INTER"], chain

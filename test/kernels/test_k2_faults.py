@@ -12,7 +12,7 @@ from helpers import k2_bench as kb
 from sgl_amd_mono.common.build import build
 from sgl_amd_mono.common.sync import COMMON_REGIONS, FAULT_BLOCK_BYTES, decode_fault_block, tag_of
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import CROSS_WAITS, REGION_NAMES, WAITS, LayerKey
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import CROSS_WAITS, FUSED_WAITS, REGION_NAMES, WAITS, LayerKey, Plan
 
 GEOMETRY = Geometry.small(2)
 WIDTH = 2
@@ -20,21 +20,27 @@ EPOCH = 2  # even: the first half of a peer buffer, whose regions have plain nam
 DEADLINE = 200_000  # 2 ms of the virtual clock
 full = pytest.mark.full
 
-# A workgroup of rank 1 that publishes the region.
-WRITERS = {
-    "AR": 9,
-    "MSQ": 2,
-    "RLOG": GEOMETRY.blocks - 1,
-    "SHARED": 17,
-    "GATE": GEOMETRY.blocks - 1 - GEOMETRY.router_rows,
-    "INTER": GEOMETRY.blocks - 1,
-    "FINAL": 4,
-}
+
+def writer(region: str, form: str = "plain", width: int = WIDTH) -> int:
+    """A workgroup that publishes the region; the last of those with further rows has the rank's first router row."""
+    plan = Plan(GEOMETRY, width, kb.VARIANTS[form].projection, kb.VARIANTS[form].fused_shared)
+    last = plan.extra_blocks.stop - 1
+    others = {"AR": 9, "MSQ": 2, "SHARED": 17, "INTER": GEOMETRY.blocks - 1, "FINAL": 4}
+    return others.get(region, last - (GEOMETRY.router_rows if region == "GATE" else 0))
+
+
+# (wait, variant) of each stalled hand-off; a variant's own stages make `make test`, the others `full`.
+OWN = {("AR", "mxfp4"), ("GATE", "fused"), ("INTER", "fused")}
+STALLS = [
+    pytest.param(region, form, marks=() if form == "plain" or (region, form) in OWN else full)
+    for form, variant in kb.VARIANTS.items()
+    for region in (FUSED_WAITS if variant.fused_shared else WAITS)
+]
 
 
 @cache
-def weights() -> list[kb.RankWeights]:
-    return kb.random_weights(GEOMETRY, 21)
+def weights(form: str = "plain") -> list[kb.RankWeights]:
+    return kb.random_weights(GEOMETRY, 21, variant=kb.VARIANTS[form])
 
 
 def inputs() -> kb.Inputs:
@@ -60,23 +66,24 @@ def assert_recorded(bench: kb.Bench, result: kb.Result, regions: set[str]) -> No
 
 
 @pytest.mark.parametrize("memory", ["consistent", pytest.param("adversarial", marks=full)])
-@pytest.mark.parametrize("region", WAITS)
-def test_a_stalled_workgroup(region: str, memory: str) -> None:
+@pytest.mark.parametrize(("region", "form"), STALLS)
+def test_a_stalled_workgroup(region: str, form: str, memory: str) -> None:
     """A workgroup stops where it would publish `region`: the wait on it runs out of time, all ranks return."""
     from sgl_amd_mono.sim import Stall
 
-    bench = kb.Bench(GEOMETRY, weights(), memory=memory, seed=5)
-    bench.machine.inject(Stall(rank=1, workgroup=WRITERS[region], at=("store", region)))
+    bench = kb.Bench(GEOMETRY, weights(form), memory=memory, seed=5)
+    bench.machine.inject(Stall(rank=1, workgroup=writer(region, form), at=("store", region)))
     result = bench.run(inputs(), epoch=EPOCH, deadline=DEADLINE)
     assert_recorded(bench, result, {region})
 
 
+@pytest.mark.parametrize("form", ["plain", *(pytest.param(f, marks=full) for f in kb.VARIANTS if f != "plain")])
 @pytest.mark.parametrize("region", CROSS_WAITS)
-def test_a_stalled_rank(region: str) -> None:
+def test_a_stalled_rank(region: str, form: str) -> None:
     """All workgroups of rank 1 stop at a cross-GPU hand-off: rank 0 returns and names that wait."""
     from sgl_amd_mono.sim import Stall
 
-    bench = kb.Bench(GEOMETRY, weights())
+    bench = kb.Bench(GEOMETRY, weights(form))
     bench.machine.inject(Stall(rank=1, at=("store", region)))
     result = bench.run(inputs(), epoch=EPOCH, deadline=DEADLINE)
     assert_recorded(bench, result, {region})
@@ -97,7 +104,7 @@ def test_a_later_launch_leaves_at_once() -> None:
     from sgl_amd_mono.sim import Stall
 
     bench = kb.Bench(GEOMETRY, weights())
-    bench.machine.inject(Stall(rank=1, workgroup=WRITERS["FINAL"], at=("store", "FINAL")))
+    bench.machine.inject(Stall(rank=1, workgroup=writer("FINAL"), at=("store", "FINAL")))
     bench.run(inputs(), epoch=EPOCH, deadline=DEADLINE)
     bench.machine.clear_faults()
     before = [p.clone() for p in bench.peers], [s.clone() for s in bench.scratch[WIDTH]]
@@ -130,7 +137,7 @@ def test_a_stop_build_ends_the_process() -> None:
     step = inputs().rows([0])
     bench = kb.Bench(GEOMETRY, weights())
     assert not any(f.failed for f in bench.run(step, epoch=EPOCH, program=program).faults)
-    bench.machine.inject(Stall(rank=1, workgroup=WRITERS["RLOG"], at=("store", "RLOG")))
+    bench.machine.inject(Stall(rank=1, workgroup=writer("RLOG", width=1), at=("store", "RLOG")))
     with pytest.raises(SimFault) as fault:
         bench.run(step, epoch=EPOCH, slot=kb.SLOT + 1, deadline=DEADLINE, program=program)
     assert fault.value.kind == "gpu-fault"

@@ -14,6 +14,7 @@ from sgl_amd_mono.common.geometry import GeometryError
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
     ABI,
+    FUSED_WAITS,
     WAITS,
     LayerKey,
     Plan,
@@ -25,26 +26,43 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import (
 
 SGPR_SPILLS_MAX = 16
 TRUE = Geometry.a95b(8)
+UNMARKED = {
+    ("plain", "qwen38-a95b", 1),
+    ("plain", "qwen38-a95b", 8),
+    ("plain", "small", 8),
+    ("mxfp4", "qwen38-a95b", 5),
+}
 BUILDS = [
-    pytest.param(g, w, id=f"{g.name}-tp{g.tp}-s{w}", marks=() if (g.name, w) in unmarked else pytest.mark.full)
+    pytest.param(
+        form, g, w,
+        id=f"{form}-{g.name}-tp{g.tp}-s{w}",
+        marks=() if (form, g.name, w) in UNMARKED else pytest.mark.full,
+    )
+    for form in kb.VARIANTS
     for g in (TRUE, Geometry.small(1), Geometry.small(2))
     for w in range(1, 9)
-    for unmarked in [{("qwen38-a95b", 1), ("qwen38-a95b", 8), ("small", 8)}]
+]  # fmt: skip
+EVERY_FORM = [pytest.param(TRUE, "plain", id="true")] + [
+    pytest.param(g, form, id=f"{g.name}-{form}", marks=() if (g, form) in unmarked else pytest.mark.full)
+    for form in kb.VARIANTS
+    for g in (TRUE, Geometry.small(2))
+    for unmarked in [{(Geometry.small(2), "plain"), (Geometry.small(2), "mxfp4"), (Geometry.small(2), "fused")}]
+    if (g, form) != (TRUE, "plain")
 ]
 
 
-@pytest.mark.parametrize(("geometry", "width"), BUILDS)
-def test_resources(geometry: Geometry, width: int) -> None:
-    found = kb.artifact(geometry, width).resources
+@pytest.mark.parametrize(("form", "geometry", "width"), BUILDS)
+def test_resources(form: str, geometry: Geometry, width: int) -> None:
+    found = kb.artifact(geometry, width, False, kb.VARIANTS[form]).resources
     assert found.refusals() == []
     assert found.sgpr_spills <= SGPR_SPILLS_MAX
     assert found.agprs == 0
 
 
-@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
-def test_scopes_of_hand_offs(geometry: Geometry) -> None:
+@pytest.mark.parametrize(("geometry", "form"), EVERY_FORM)
+def test_scopes_of_hand_offs(geometry: Geometry, form: str) -> None:
     """Pairs are single 8-byte accesses: sc1 inside the GPU, sc0 sc1 between GPUs; z goes and comes with sc1."""
-    isa = kb.artifact(geometry, 1).isa
+    isa = kb.artifact(geometry, 1, False, kb.VARIANTS[form]).isa
     pairs = re.findall(r"global_(load|store)_dwordx2 [^\n]*?((?: sc0)?(?: sc1)?)(?: nt)?\n", isa)
     loads = {scope.strip() for kind, scope in pairs if kind == "load"}
     stores = [scope.strip() for kind, scope in pairs if kind == "store"]
@@ -56,11 +74,13 @@ def test_scopes_of_hand_offs(geometry: Geometry) -> None:
     assert not re.search(r"global_store_short [^\n]*, off(?: offset:\d+)?\n", isa)
 
 
-@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
-def test_weights_are_streamed_once(geometry: Geometry) -> None:
+@pytest.mark.parametrize(("geometry", "form"), EVERY_FORM)
+def test_weights_are_streamed_once(geometry: Geometry, form: str) -> None:
     """Weight loads carry nt; experts are multiplied by the scaled MFMA on fp4, never converted to bf16."""
-    isa = kb.artifact(geometry, 1).isa
-    assert len(re.findall(r"_load_dwordx4 [^\n]* nt\n", isa)) >= 16
+    variant = kb.VARIANTS[form]
+    isa = kb.artifact(geometry, 1, False, variant).isa
+    least = 16 - 4 * (variant.fused_shared + (variant.projection == "mxfp4"))  # w_sd, and three quarters of w_o
+    assert len(re.findall(r"_load_dwordx4 [^\n]* nt\n", isa)) >= least
     assert re.search(r"v_mfma_scale_f32_16x16x128_f8f6f4 [^\n]*cbsz:4 blgp:4", isa)
     assert "v_cvt_scalef32_pk_bf16_fp4" not in isa
 
@@ -68,7 +88,8 @@ def test_weights_are_streamed_once(geometry: Geometry) -> None:
 def test_regions_do_not_overlap_and_are_inside() -> None:
     for geometry in (TRUE, Geometry.small(1), Geometry.small(2)):
         for width in range(1, 9):
-            assert_disjoint(scratch_regions(geometry, width), scratch_bytes(geometry, width))
+            for fused in (False, True):
+                assert_disjoint(scratch_regions(geometry, width, fused), scratch_bytes(geometry, width, fused))
         assert_disjoint(peer_regions(geometry), peer_bytes(geometry))
 
 
@@ -103,23 +124,36 @@ def test_a_geometry_that_does_not_divide_is_refused(change: dict[str, int], mess
         LayerKey(geometry=Geometry.small(1).with_(**change), width=1)
 
 
+def test_a_variant_that_does_not_fit_is_refused() -> None:
+    small = Geometry.small(1)
+    with pytest.raises(GeometryError, match="projection = 'fp8'"):
+        LayerKey(geometry=small, width=1, projection="fp8")
+    with pytest.raises(GeometryError, match="shared_intermediate = 512, fused into experts of 256"):
+        LayerKey(geometry=small.with_(moe_intermediate_total=256), width=1, fused_shared=True)
+    with pytest.raises(GeometryError, match="top_k = 15"):
+        LayerKey(geometry=small.with_(top_k=14), width=1, fused_shared=True)
+
+
 @pytest.mark.parametrize("width", [0, 9])
 def test_a_width_out_of_range_is_refused(width: int) -> None:
     with pytest.raises(GeometryError, match=f"width = {width}"):
         LayerKey(geometry=Geometry.small(1), width=width)
 
 
-def test_every_wait_is_bounded() -> None:
+@pytest.mark.parametrize(("geometry", "form"), EVERY_FORM)
+def test_every_wait_is_bounded(geometry: Geometry, form: str) -> None:
     """Each poll loop sleeps, reads the clock and looks at the error word; there is one for each kind of wait."""
-    isa = kb.artifact(TRUE, 1).isa
+    isa = kb.artifact(geometry, 1, False, kb.VARIANTS[form]).isa
+    waits = FUSED_WAITS if kb.VARIANTS[form].fused_shared else WAITS
     assert isa_text.unbounded_polls(isa) == []
-    assert len(isa_text.poll_loops(isa)) >= len(WAITS) - 1  # SHARED and GATE are one batch
+    assert len(isa_text.poll_loops(isa)) >= len(waits) - 1  # SHARED (or INTER) and GATE are one batch
     blind = "\n".join(line for line in isa.splitlines() if "s_memrealtime" not in line)
     assert isa_text.unbounded_polls(blind)
 
 
-def test_z_is_complete_before_its_flag() -> None:
-    isa = kb.artifact(TRUE, 1).isa
+@pytest.mark.parametrize(("geometry", "form"), EVERY_FORM)
+def test_z_is_complete_before_its_flag(geometry: Geometry, form: str) -> None:
+    isa = kb.artifact(geometry, 1, False, kb.VARIANTS[form]).isa
     assert flags_before_drain(isa) == []
     undrained = "\n".join(line for line in isa.splitlines() if "s_waitcnt vmcnt(0)" not in line)
     assert flags_before_drain(undrained)
@@ -138,13 +172,15 @@ def flags_before_drain(isa: str) -> list[isa_text.Line]:
     return bad
 
 
-@pytest.mark.parametrize("geometry", [TRUE, Geometry.small(2)], ids=["true", "small"])
-def test_a_lost_wait_ends_the_process_in_a_stop_build(geometry: Geometry) -> None:
+@pytest.mark.parametrize(("geometry", "form"), EVERY_FORM)
+def test_a_lost_wait_ends_the_process_in_a_stop_build(geometry: Geometry, form: str) -> None:
     """The server's build stores to address 0 before a wave leaves; the tests' build does not."""
-    stop = build(LayerKey(geometry=geometry, width=1, stop=True))
+    variant = kb.VARIANTS[form]
+    stop = build(variant.key(geometry, 1, stop=True))
+    waits = FUSED_WAITS if variant.fused_shared else WAITS
     # The kernel's own end may stand between the leaving paths, in a block of its own.
     assert isa_text.leaves_without_fault(stop.isa) in ([], [[]])
-    assert len(isa_text.leaves_without_fault(kb.artifact(geometry, 1).isa)) > len(WAITS)
+    assert len(isa_text.leaves_without_fault(kb.artifact(geometry, 1, False, variant).isa)) > len(waits) - 1
 
 
 def shares(plan: Plan, workgroup: int) -> tuple[int, int, int]:
@@ -160,15 +196,16 @@ def shares(plan: Plan, workgroup: int) -> tuple[int, int, int]:
 UNEVEN = Geometry.small(2).with_(top_k=3, experts=16)
 
 
+@pytest.mark.parametrize("form", kb.VARIANTS)
 @pytest.mark.parametrize("geometry", [TRUE, Geometry.small(1), Geometry.small(2), UNEVEN])
 @pytest.mark.parametrize("width", range(1, 9))
-def test_the_shares_of_the_workgroups_are_the_whole(geometry: Geometry, width: int) -> None:
-    plan = Plan(geometry, width)
+def test_the_shares_of_the_workgroups_are_the_whole(geometry: Geometry, width: int, form: str) -> None:
+    plan = Plan(geometry, width, kb.VARIANTS[form].projection, kb.VARIANTS[form].fused_shared)
     tasks, shared, extra = (
         sum(column) for column in zip(*(shares(plan, b) for b in range(geometry.blocks)), strict=True)
     )
     assert tasks == geometry.hidden // 16
-    assert shared == 2 * geometry.shared_intermediate
+    assert shared == (0 if plan.fused_shared else 2 * geometry.shared_intermediate)
     assert extra == geometry.router_rows + 1  # and the shared gate's
     for workgroup in range(geometry.blocks):
         own = shares(plan, workgroup)

@@ -44,3 +44,19 @@ def test_a_swapped_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = kb.Bench(GEOMETRY, weights).run(step, codes=[kb.code(GEOMETRY, WIDTH), swapped])
     assert torch.equal(good.residual[0], again.residual[0])
     assert not torch.equal(good.residual[0], bad.residual[0])
+
+
+def test_the_other_scale_rounding_in_the_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4 projection: a build that quantises the core with the experts' rounding (RCEIL) leaves the gate."""
+    from sgl_amd_mono.common import device
+    from sgl_amd_mono.sim import CodeObject
+
+    key = kb.VARIANTS["mxfp4"].key(GEOMETRY, WIDTH)
+    weights = kb.random_weights(GEOMETRY, 41, variant=kb.VARIANTS["mxfp4"])
+    step = kb.random_inputs(GEOMETRY, WIDTH, 42)
+    monkeypatch.setattr(device, "mxfp4_code_even", device.mxfp4_code)
+    program = CodeObject.parse(compile_artifact(key).isa)
+    monkeypatch.undo()
+    want = kb.definition(GEOMETRY, weights, step).residual
+    assert float(kb.ulps_at(kb.Bench(GEOMETRY, weights).run(step).residual[0], want, 0.0).max()) <= 1
+    assert float(kb.ulps_at(kb.Bench(GEOMETRY, weights).run(step, program=program).residual[0], want, 0.0).max()) > 1

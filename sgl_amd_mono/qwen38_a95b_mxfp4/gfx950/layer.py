@@ -23,6 +23,10 @@ No route travels: every workgroup picks every row's experts from the logits. Not
 the width, on the other rows or on the slot that an expert gets: a row is one MFMA column, K is cut over the eight
 waves in the same way at every width, and each sum has one order (waves 0..7, ranks 0.., picks by rank of the logit).
 
+Two variants, each a field of the build key. `projection` "mxfp4": w_o in MXFP4 as Quark stores it, the core quantised
+before it. `fused_shared`: the shared expert is expert E of w13 and w2, every live row's pick number top_k with the
+gate's sigmoid as its weight; SHARED and its stages fall away.
+
 A pad row (`row_index` <= 0) joins no expert; its `residual_out` and `out` rows are written as zeros. Its core row may
 hold anything: a row is a column of its own in every product.
 """
@@ -47,36 +51,38 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
     Geometry,
 )
 
+# In groups of 64 bytes that are needed until the same stage: the compiler loads such a group, and keeps it, whole.
 ABI: Abi = (
-    ("core", "ptr"),  # bf16 [S, core]; with `gates` o, from which the core is formed
-    ("core_z", "ptr"),  # bf16 [S, core], with `gates`
-    ("core_squares", "ptr"),  # f32 [S, core/8], with `gates`: sums of o^2 over 8 columns
-    ("gnorm_w", "ptr"),  # bf16 [128], with `gates`
-    ("residual", "ptr"),  # bf16 [S, H]
-    ("out", "ptr"),  # bf16 [S, H], written
-    ("residual_out", "ptr"),  # bf16 [S, H], written
-    ("next_z", "ptr"),  # f32 [S, H], written: out + residual_out, what the next layer's norm starts from
-    ("next_squares", "ptr"),  # f32 [S, H/8], written: sums of its squares over 8 columns
-    ("w_o", "ptr"),  # bf16 [H, core]
-    ("norm_w", "ptr"),  # bf16 [H], applied as 1 + w
-    ("w_router", "ptr"),  # bf16 [E, H]; a rank reads its E/tp rows
-    ("w_sgu", "ptr"),  # bf16 [2 SI, H]: gate rows, then up rows
-    ("w_sg", "ptr"),  # bf16 [H]
-    ("w_sd", "ptr"),  # bf16 [H, SI]
-    ("w13", "ptr"),  # uint8 [E, 2 RI, H/2], shuffled (16, 16)
-    ("w13_scale", "ptr"),  # uint8 [E, 2 RI, H/32], shuffled
-    ("w2", "ptr"),  # uint8 [E, H, RI/2], shuffled (16, 16)
-    ("w2_scale", "ptr"),  # uint8 [E, H, RI/32], shuffled
-    ("row_index", "ptr"),  # int32 [>= S]; <= 0: pad row
-    ("scratch", "ptr"),  # scratch_bytes(geometry, width), zeroed once
-    ("peers", "ptr"),  # int64 [tp]: peer buffers of peer_bytes(geometry) as this rank sees them
     ("epoch", "ptr"),  # int32 [1]
+    ("peers", "ptr"),  # int64 [tp]: peer buffers of peer_bytes(geometry) as this rank sees them
+    ("scratch", "ptr"),  # scratch_bytes(geometry, width), zeroed once
     ("deadline_ticks", "i64"),  # 100 MHz ticks of one wait
     ("rank", "i32"),
     ("layer_slot", "i32"),  # 128 + layer
     ("mode", "i32"),  # 0: return at once
     ("gates", "i32"),  # 1 behind a one-hop K1: the gated norm is done here
     ("last", "i32"),  # 1 in a step's last launch: the ranks exchange their failed bits
+    ("core", "ptr"),  # bf16 [S, core]; with `gates` o, from which the core is formed
+    ("core_z", "ptr"),  # bf16 [S, core], with `gates`
+    ("core_squares", "ptr"),  # f32 [S, core/8], with `gates`: sums of o^2 over 8 columns
+    ("gnorm_w", "ptr"),  # bf16 [128], with `gates`
+    ("w_o", "ptr"),  # bf16 [H, core]; projection "mxfp4": uint8 [H, core/2], plain
+    ("w_o_scale", "ptr"),  # projection "mxfp4": uint8 [H, core/32], plain; else 0
+    ("norm_w", "ptr"),  # bf16 [H], applied as 1 + w
+    ("w_router", "ptr"),  # bf16 [E, H]; a rank reads its E/tp rows
+    ("w_sgu", "ptr"),  # bf16 [2 SI, H]: gate rows, then up rows; 0 where the shared expert is fused
+    ("w_sg", "ptr"),  # bf16 [H]
+    ("residual", "ptr"),  # bf16 [S, H]
+    ("residual_out", "ptr"),  # bf16 [S, H], written
+    ("row_index", "ptr"),  # int32 [>= S]; <= 0: pad row
+    ("w_sd", "ptr"),  # bf16 [H, SI]; 0 where the shared expert is fused
+    ("w13", "ptr"),  # uint8 [E, 2 RI, H/2], shuffled (16, 16); E + 1 experts where the shared one is fused, so below
+    ("w13_scale", "ptr"),  # uint8 [E, 2 RI, H/32], shuffled
+    ("w2", "ptr"),  # uint8 [E, H, RI/2], shuffled (16, 16)
+    ("w2_scale", "ptr"),  # uint8 [E, H, RI/32], shuffled
+    ("out", "ptr"),  # bf16 [S, H], written
+    ("next_z", "ptr"),  # f32 [S, H], written: out + residual_out, what the next layer's norm starts from
+    ("next_squares", "ptr"),  # f32 [S, H/8], written: sums of its squares over 8 columns
 )
 
 OUTPUTS = ("out", "residual_out", "next_z", "next_squares", "scratch")  # what the kernel writes
@@ -86,6 +92,7 @@ AR, MSQ, RLOG, SHARED, GATE, INTER, FINAL, MARKS = range(8)
 REGION_NAMES = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL", "MARKS")
 WAIT_ORDER = {AR: 0, MSQ: 1, RLOG: 2, SHARED: 3, GATE: 3, INTER: 4, FINAL: 5, MARKS: 6}  # along the longest chain
 WAITS = ("AR", "MSQ", "RLOG", "SHARED", "GATE", "INTER", "FINAL")  # what a launch waits for, in order
+FUSED_WAITS = tuple(name for name in WAITS if name != "SHARED")  # ... with the shared expert fused
 CROSS_WAITS = ("AR", "RLOG", "FINAL")  # the waits on other ranks
 
 SLOT_BASE = 128  # tag slot of layer 0
@@ -104,6 +111,7 @@ INTER_WORDS = 4  # words of 8 e2m1 in one MX block
 INTER_PAIRS = INTER_WORDS + 1  # ... and its code
 LDS_PAD = 16  # bytes after an LDS row, so that rows start in different banks
 LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
+BF16, MXFP4 = "bfloat16", "mxfp4"  # formats of the output projection's weight
 REGION_ALIGN = 256
 
 
@@ -148,10 +156,11 @@ def peer_regions(geometry: Geometry) -> dict[str, Span]:
     return even | {f"{name}.odd": span for name, span in odd.items()}
 
 
-def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
+def scratch_regions(geometry: Geometry, width: int, fused_shared: bool = False) -> dict[str, Span]:
     """Named ranges of the scratch buffer.
 
     Mailboxes: MSQ [S][H/128], SHARED [ceil(S/2)][SI], GATE [S], INTER [S][top_k][RI/32][5], MARKS [blocks], all pairs.
+    With the shared expert fused there is no SHARED, and INTER has a pick more.
     Plain: Z_HIGH uint16 [S][H] and Z_LOW uint8 [S][H] (bits 31..16 and 15..8 of z), X bf16 [S][H], ROUTE int32 ids
     [S][16], then f32 weights [S][16] (top_k of each are used); X and ROUTE are there for check mode and tests.
     """
@@ -160,19 +169,25 @@ def scratch_regions(geometry: Geometry, width: int) -> dict[str, Span]:
         "MSQ": s * geometry.norm_partials * PAIR_BYTES,
         "SHARED": -(-s // 2) * geometry.shared_intermediate * PAIR_BYTES,
         "GATE": s * PAIR_BYTES,
-        "INTER": s * geometry.top_k * (geometry.moe_intermediate // MX_BLOCK) * INTER_PAIRS * PAIR_BYTES,
+        "INTER": s
+        * (geometry.top_k + fused_shared)
+        * (geometry.moe_intermediate // MX_BLOCK)
+        * INTER_PAIRS
+        * PAIR_BYTES,
         "MARKS": geometry.blocks * PAIR_BYTES,
         "Z_HIGH": 2 * s * h,
         "Z_LOW": s * h,
         "X": 2 * s * h,
         "ROUTE": 2 * s * ROUTE_WORDS * 4,
     }
+    if fused_shared:
+        del sizes["SHARED"]
     return _spans(0, sizes)
 
 
-def scratch_bytes(geometry: Geometry, width: int) -> int:
+def scratch_bytes(geometry: Geometry, width: int, fused_shared: bool = False) -> int:
     """Bytes of the scratch buffer of one width; zeroed once, never shared with another width or launch."""
-    return _end(scratch_regions(geometry, width))
+    return _end(scratch_regions(geometry, width, fused_shared))
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,8 @@ class Plan:
 
     geometry: Geometry
     width: int
+    projection: str = BF16
+    fused_shared: bool = False
 
     def __post_init__(self) -> None:
         g = self.geometry
@@ -190,23 +207,33 @@ class Plan:
             f"hidden = {g.hidden}, K2 needs {WORKGROUP_COLUMNS} columns x {g.blocks} workgroups = "
             f"{WORKGROUP_COLUMNS * g.blocks}",
         )
-        divide("core / (8 waves x 32 columns)", g.core_width, WAVES * MFMA_K)
+        require(self.projection in (BF16, MXFP4), f"projection = {self.projection!r}, K2 has bfloat16 and mxfp4")
+        if self.projection == MXFP4:
+            divide("core / (8 waves x 128 columns)", g.core_width, WAVES * MX_STEP)
+        else:
+            divide("core / (8 waves x 32 columns)", g.core_width, WAVES * MFMA_K)
         units = divide("hidden / 512", g.hidden, UNIT_COLUMNS)
         require(units % WAVES == 0 or WAVES % units == 0, f"hidden / 512 = {units}, must divide 8 waves or be divided")
-        divide("shared_intermediate / workgroups", g.shared_intermediate, g.blocks)
-        divide("shared columns of a workgroup / wave groups", self.shared_columns, self.wave_groups)
-        require(
-            self.shared_columns * self.row_pairs <= LANES,
-            f"{self.shared_columns} shared columns x {self.row_pairs} row pairs, one wave publishes at most {LANES}",
-        )
-        divide("shared_intermediate / (8 waves x 32)", g.shared_intermediate, WAVES * MFMA_K)
+        if self.fused_shared:
+            require(
+                g.shared_intermediate == g.moe_intermediate,
+                f"shared_intermediate = {g.shared_intermediate}, fused into experts of {g.moe_intermediate}",
+            )
+        else:
+            divide("shared_intermediate / workgroups", g.shared_intermediate, g.blocks)
+            divide("shared columns of a workgroup / wave groups", self.shared_columns, self.wave_groups)
+            require(
+                self.shared_columns * self.row_pairs <= LANES,
+                f"{self.shared_columns} shared columns x {self.row_pairs} row pairs, one wave puts at most {LANES}",
+            )
+            divide("shared_intermediate / (8 waves x 32)", g.shared_intermediate, WAVES * MFMA_K)
         divide("moe_intermediate / 256", g.moe_intermediate, SCALE_STEP)
         steps = divide("hidden / 128", g.hidden, MX_STEP)
         per_wave = divide("128-column steps / 8 waves", steps, WAVES)
         require(per_wave == 1 or per_wave % 4 == 0, f"{per_wave} 128-column steps a wave, must be 1 or a multiple of 4")
         require(g.experts <= THREADS, f"experts = {g.experts}, at most {THREADS} (one thread each)")
         require(g.experts % 2 == 0, f"experts = {g.experts}, must be even")
-        require(g.top_k < NOT_PICKED, f"top_k = {g.top_k}, must be below {NOT_PICKED} (a nibble)")
+        require(self.picks < NOT_PICKED, f"top_k = {self.picks}, must be below {NOT_PICKED} (a nibble)")
         require(g.tp <= MAX_ROWS, f"tp = {g.tp}, at most {MAX_ROWS}")
         require(g.norm_partials <= g.blocks, f"{g.norm_partials} norm workgroups > {g.blocks}")
 
@@ -226,7 +253,8 @@ class Plan:
     @property
     def project_tile_bytes(self) -> int:
         """Weight bytes of an output projection task."""
-        return MFMA_ROWS * 2 * self.geometry.core_width
+        core = self.geometry.core_width
+        return MFMA_ROWS * (core // 2 + core // MX_BLOCK if self.projection == MXFP4 else 2 * core)
 
     @cached_property
     def project_tasks(self) -> tuple[int, int, int]:
@@ -261,7 +289,9 @@ class Plan:
         g, light = self.geometry, self.light_blocks
         half = g.blocks // 2
         fits = 2 * g.shared_intermediate // g.blocks * self.row_pairs <= LANES
-        return half if fits and light < g.blocks and 2 * (light - half) > g.router_rows else g.blocks
+        if self.fused_shared or not fits:
+            return g.blocks
+        return half if light < g.blocks and 2 * (light - half) > g.router_rows else g.blocks
 
     @property
     def splits_rows(self) -> bool:
@@ -304,8 +334,8 @@ class Plan:
 
     @property
     def shared_columns(self) -> int:
-        """Columns of the shared expert's intermediate that one of `shared_blocks` computes."""
-        return self.geometry.shared_intermediate // self.shared_blocks
+        """Columns of the shared expert's intermediate that one of `shared_blocks` computes; 0 where it is fused."""
+        return 0 if self.fused_shared else self.geometry.shared_intermediate // self.shared_blocks
 
     @property
     def shared_rows(self) -> int:
@@ -329,9 +359,14 @@ class Plan:
 
     # ---- experts
     @property
+    def picks(self) -> int:
+        """Experts of a row: the routed ones, and the shared one where it is fused."""
+        return self.geometry.top_k + self.fused_shared
+
+    @property
     def slots(self) -> int:
         """Most different experts of a step."""
-        return min(self.width * self.geometry.top_k, self.geometry.experts)
+        return min(self.width * self.geometry.top_k, self.geometry.experts) + self.fused_shared
 
     @property
     def steps(self) -> int:
@@ -386,11 +421,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerKey(BuildKey):
-    """Build key of K2. `stop`: a lost wait raises a GPU fault (the server) instead of returning (the tests)."""
+    """Build key of K2. `stop`: a lost wait raises a GPU fault (the server) instead of returning (the tests).
+
+    `projection` and `fused_shared` are the variants of the module's text.
+    """
 
     geometry: Geometry
     width: int
     stop: bool = True
+    projection: str = BF16
+    fused_shared: bool = False
 
     model: ClassVar[str] = "qwen38_a95b"
     launch: ClassVar[str] = "k2"
@@ -400,10 +440,14 @@ class LayerKey(BuildKey):
     readonly: ClassVar[frozenset[str]] = frozenset(name for name, kind in ABI if kind == "ptr" and name not in OUTPUTS)
 
     def __post_init__(self) -> None:
-        Plan(self.geometry, self.width)
+        self._plan()
+
+    def _plan(self) -> Plan:
+        return Plan(self.geometry, self.width, self.projection, self.fused_shared)
 
     def scratch_regions(self) -> dict[str, tuple[int, int]]:
-        return {n: (r.offset, r.nbytes) for n, r in scratch_regions(self.geometry, self.width).items()}
+        spans = scratch_regions(self.geometry, self.width, self.fused_shared)
+        return {n: (r.offset, r.nbytes) for n, r in spans.items()}
 
     def peer_regions(self) -> dict[str, tuple[int, int]]:
         return {n: (r.offset, r.nbytes) for n, r in peer_regions(self.geometry).items()}
@@ -421,7 +465,7 @@ class LayerKey(BuildKey):
         return {"waves_per_eu": 2}  # one workgroup a CU: registers are there to hold weights in flight
 
     def body(self) -> Callable[..., None]:
-        plan, stop = Plan(self.geometry, self.width), self.stop
+        plan, stop = self._plan(), self.stop
 
         def kernel(**arguments: Any) -> None:
             _trace(plan, stop, arguments)
@@ -456,13 +500,15 @@ class _Launch:
             epoch=arguments["epoch"], slot=arguments["layer_slot"], peers=arguments["peers"], rank=arguments["rank"],
             ranks=g.tp, deadline_ticks=arguments["deadline_ticks"], mode=arguments["mode"], dead=self.dead, stop=stop,
         )  # fmt: skip
-        self.scratch = scratch_regions(g, s)
+        self.scratch = scratch_regions(g, s, plan.fused_shared)
 
         def mailbox(number: int) -> Region:
             base = arguments["scratch"] + d.I64(self.scratch[REGION_NAMES[number]].offset)
             return Region(number, base, order=WAIT_ORDER[number])
 
-        self.msq, self.shared, self.gate = mailbox(MSQ), mailbox(SHARED), mailbox(GATE)
+        self.msq, self.gate = mailbox(MSQ), mailbox(GATE)
+        if not plan.fused_shared:
+            self.shared = mailbox(SHARED)
         self.inter, self.marks = mailbox(INTER), mailbox(MARKS)
         even, odd = _halves(g)
         # The step's parity is bit 8 of the tag: a tag is 256 * epoch + slot + 1, slot + 1 < 256.
@@ -495,10 +541,10 @@ class _Launch:
             "x_words": s * max(up_row, core_row),  # the gated core, then x as MXFP4: words ...
             "x_codes": s * code_row,  # ... and codes [t][column / 32 % 4][column / 128]
             "up": WAVES * 2 * TILES * s * MFMA_ROWS * 4,  # cross-wave sums of w13: gate tiles, then up tiles
-            "inter_words": s * g.top_k * p.mx_blocks * 16,
-            "inter_codes": s * g.top_k * p.mx_blocks * 4,
-            "activation": s * (2 * g.shared_intermediate + LDS_PAD),
-            "picks": s * g.top_k * WORKGROUP_COLUMNS * 4,  # weighted outputs of each (row, pick)
+            "inter_words": s * p.picks * p.mx_blocks * 16,
+            "inter_codes": s * p.picks * p.mx_blocks * 4,
+            "activation": 0 if p.fused_shared else s * (2 * g.shared_intermediate + LDS_PAD),
+            "picks": s * p.picks * WORKGROUP_COLUMNS * 4,  # weighted outputs of each (row, pick)
         }
         self.up_row, self.code_row, self.core_row = up_row, code_row, core_row
         self.activation_row = 2 * g.shared_intermediate + LDS_PAD
@@ -572,14 +618,14 @@ class _Launch:
 def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     """The launch, stage by stage in the order in which a workgroup runs them."""
     k = _Launch(plan, stop, arguments)
-    tiles = project(k)
+    tiles = project_mxfp4(k) if plan.projection == MXFP4 else project(k)
     rows = load_row_weights(k)
     k.d.compiler_fence()
     publish_projection(k, tiles)
     norm(k)
     await_norm(k)
     normed_rows(k, rows)
-    down = load_shared_down(k)
+    down = None if plan.fused_shared else load_shared_down(k)
     k.d.compiler_fence()
     route(k)
     slots = unite(k)
@@ -589,7 +635,10 @@ def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     routed += routed_up(k, slots, up, load_down(k, slots, range(plan.early_slots, plan.worker_slots)))
     gather(k)
     routed_down(k, slots, routed)
-    shared_down(k, down)
+    if down is None:
+        k.d.barrier()  # before the picks of all waves are added
+    else:
+        shared_down(k, down)
     publish_output(k)
     final_sum(k)
     k.sync.step_end(arguments["last"], k.marks, plan.geometry.blocks)
@@ -617,6 +666,39 @@ def project(k: _Launch) -> list[Any]:
         weights.append([gemv.load_bf16_tile(w_o, at, step) for step in range(columns // MFMA_K)])
     core = load_core(k, parts)
     return [gemv.multiply_bf16(tile, core) for tile in weights]
+
+
+def project_mxfp4(k: _Launch) -> list[Any]:
+    """The same tasks of an MXFP4 w_o [H, C/2] with its codes [H, C/32], plain; waits for nothing.
+
+    A lane's operand of a 128-column step is one MX block of its row of the core: it quantises its own (scale of
+    `mxfp4_code_even`, as SGLang's linear). K is cut in eighths over the waves; scaled MFMA, f32 accumulators.
+    """
+    d, gemv, p, g = k.d, k.gemv, k.plan, k.g
+    wave = d.opaque_uniform(k.wave)  # or its multiples are kept for the stages that have the same
+    columns, row_bytes, row_codes = g.core_width // WAVES, g.core_width // 2, g.core_width // MX_BLOCK
+    steps = columns // MX_STEP
+    lane_bytes = gemv.bf16_lane_bytes(row_bytes) + wave * (columns // 2)
+    lane_codes = k.lane_row * row_codes + wave * (columns // MX_BLOCK)
+    parts = load_core_parts(k)
+    first, count = _project_share(k)
+    weights, codes = [], []
+    for tile in range(p.project_tiles):
+        present = None if count is None else k.below(d.I32(tile), count)
+        w_o = gemv.guarded(k.a["w_o"], g.hidden * row_bytes, present)
+        scales = gemv.guarded(k.a["w_o_scale"], g.hidden * row_codes, present)
+        row = (first + tile) * MFMA_ROWS
+        weights.append([gemv.load_plain_mxfp4_tile(w_o, lane_bytes + row * row_bytes, i) for i in range(steps)])
+        codes.append(gemv.load_plain_mxfp4_codes(scales, lane_codes + row * row_codes, steps))
+    words = [d.vector_element(piece, i) for piece in load_core(k, parts) for i in range(4)]
+    x = [d.mxfp4_quantize_block(words[16 * i : 16 * i + 16]) for i in range(steps)]
+    accs = []
+    for tile, scales in zip(weights, codes, strict=True):
+        acc = d.zero_acc()
+        for weight, word, (values, code) in zip(tile, scales, x, strict=True):
+            acc = d.mfma_mxfp4(weight, values, acc, gemv.plain_mxfp4_code(word), 0, code, 0)
+        accs.append(acc)
+    return accs
 
 
 def load_core_parts(k: _Launch) -> list[list[Any]]:
@@ -647,7 +729,8 @@ def _gates(k: _Launch) -> Any:
 
 
 def load_core(k: _Launch, parts: list[list[Any]]) -> list[Any]:
-    """The wave's columns of the core as MFMA operands, one a step of 32 columns.
+    """The wave's columns of the core as MFMA operands: 16 bytes a lane for each step of 32 columns, or four times 16,
+    its own 32 columns, for each of 128 columns that are quantised.
 
     With `gates` the core is formed here, bit for bit as a K1 of two hops forms it: bf16((o * rstd * w) * silu(z)), the
     head's 16 sums added at distance 1, 2, 4, 8; it goes through LDS inside the wave. Else it is read.
@@ -656,12 +739,15 @@ def load_core(k: _Launch, parts: list[list[Any]]) -> list[Any]:
     columns, tile = g.core_width // WAVES, d.vec(d.I32, 4)
     steps = range(columns // MFMA_K)
     wave_bytes = k.wave * (2 * columns)
+    own_bytes = 2 * MX_BLOCK if k.plan.projection == MXFP4 else gemv.LANE_BYTES  # of a lane, adjacent in its row
+    pieces = own_bytes // gemv.LANE_BYTES
+    at = [i // pieces * (4 * own_bytes) + i % pieces * gemv.LANE_BYTES for i in steps]
 
     def plain() -> list[Any]:
         # Lanes of columns past the last row read past the end: no request, zeros.
         rows = gemv.guarded(k.a["core"], k.s * 2 * g.core_width)
-        lane_bytes = gemv.bf16_lane_bytes(2 * g.core_width) + wave_bytes
-        return [gemv.load_bf16_tile(rows, lane_bytes, step, d.PLAIN) for step in steps]
+        lane_bytes = k.lane_row * (2 * g.core_width) + k.group * own_bytes + wave_bytes
+        return [rows.load(lane_bytes + i, tile, d.PLAIN) for i in at]
 
     def gated() -> list[Any]:
         each = g.core_width // THREADS
@@ -673,8 +759,8 @@ def load_core(k: _Launch, parts: list[list[Any]]) -> list[Any]:
             rstd = d.rsq(d.fma(total, d.F32(1.0 / g.head_dim), d.F32(g.eps)))
             words = [_gated_pair(k, *pairs, rstd) for pairs in zip(_pairs(k, o), _pairs(k, z), weight, strict=True)]
             k.x_words.store(words[0] if each == 2 else d.vector_from(words), first * 2 + t * k.core_row)
-        lane_bytes = gemv.bf16_lane_bytes(k.core_row, k.lane_t) + wave_bytes
-        return [k.x_words.load(lane_bytes + step * gemv.BF16_TILE_BYTES, tile) for step in steps]
+        lane_bytes = k.lane_t * k.core_row + k.group * own_bytes + wave_bytes
+        return [k.x_words.load(lane_bytes + i, tile) for i in at]
 
     return d.if_else(_gates(k), gated, plain, [tile] * len(steps))
 
@@ -872,7 +958,7 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
     (h = bf16(bf16(silu(bf16 g)) * bf16 u), two rows a word).
     """
     d, p, g, s = k.d, k.plan, k.g, k.s
-    z = d.Buffer(k.a["scratch"], scratch_bytes(g, s))
+    z = d.Buffer(k.a["scratch"], scratch_bytes(g, s, p.fused_shared))
     columns = [_unit_column(k, j) for j in range(p.wave_units)]
     raw = [
         [
@@ -903,7 +989,8 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
         _store_dots(k, t, sums)
     d.barrier()
     _publish_router(k)
-    _publish_shared(k)
+    if not p.fused_shared:
+        _publish_shared(k)
 
 
 def _unpack8(k: _Launch, words: Any) -> list[Any]:
@@ -1073,8 +1160,10 @@ def _keep_route(k: _Launch, t: Any, picked: Any) -> None:
     weight = weight * d.rcp(total)
     ids = d.select(live, ids, d.I32(-1))
     weight = d.select(live, weight, d.F32(0.0))
+    if k.plan.fused_shared:  # expert E; its weight is the gate, which `gather` waits for
+        ids = d.select(live & k.equal(k.lane, g.top_k), d.I32(g.experts), ids)
     if s == 1:  # the picks are the slots
-        with k.at(k.below(k.lane, g.top_k)):
+        with k.at(k.below(k.lane, k.plan.picks)):
             k.table.store(d.vector_from([ids, k.lane | d.I32(~NOT_PICKED)]), k.lane * 8)
     with k.at(k.below(k.lane, ROUTE_WORDS)):
         at = (t * ROUTE_WORDS + k.lane) * 4
@@ -1134,16 +1223,17 @@ def unite(k: _Launch) -> Any:
     """
     d, g, s = k.d, k.g, k.s
     if s == 1:
-        return d.uniform(d.select(d.compare("sge", k.ids.load(0, d.I32), d.I32(0)), d.I32(g.top_k), d.I32(0)))
-    nibbles = d.I32(-1)
+        return d.uniform(d.select(d.compare("sge", k.ids.load(0, d.I32), d.I32(0)), d.I32(k.plan.picks), d.I32(0)))
+    nibbles, shared = d.I32(-1), d.I32(-1)
     for t in range(s):
         for first in range(0, g.top_k, 4):
             four = k.ids.load((t * ROUTE_WORDS + first) * 4, d.vec(d.I32, 4))
             for i in range(first, min(first + 4, g.top_k)):
-                flip = ((NOT_PICKED ^ i) << (4 * t)) & 0xFFFFFFFF
-                flip = flip - (1 << 32) if flip >> 31 else flip
                 same = d.compare("eq", d.vector_element(four, i - first), k.thread)
-                nibbles = nibbles ^ d.select(same, d.I32(flip), d.I32(0))
+                nibbles = nibbles ^ d.select(same, d.I32(_nibble_flip(t, i)), d.I32(0))
+            if k.plan.fused_shared and first == 0:
+                live = d.compare("sge", d.vector_element(four, 0), d.I32(0))
+                shared = shared ^ d.select(live, d.I32(_nibble_flip(t, g.top_k)), d.I32(0))
     member = d.compare("ne", nibbles, d.I32(-1))
     mask = d.ballot(member)
     with k.at(k.equal(k.lane, 0)):
@@ -1160,8 +1250,19 @@ def unite(k: _Launch) -> Any:
     slot = d.intrinsic("llvm.amdgcn.mbcnt.hi", d.I32, [high, rank])
     with k.at(member):
         k.table.store(d.vector_from([k.thread, nibbles]), slot * 8)
+    if k.plan.fused_shared:  # the last slot, where any row is live
+        any_live = d.compare("ne", shared, d.I32(-1))
+        with k.at(any_live & k.equal(k.thread, 0)):
+            k.table.store(d.vector_from([d.I32(g.experts), shared]), total * 8)
+        total = total + d.select(any_live, d.I32(1), d.I32(0))
     d.barrier()
     return d.uniform(total)
+
+
+def _nibble_flip(t: int, pick: int) -> int:
+    """Signed 32-bit word that turns row t's nibble of NOT_PICKED into `pick`."""
+    flip = ((NOT_PICKED ^ pick) << (4 * t)) & 0xFFFFFFFF
+    return flip - (1 << 32) if flip >> 31 else flip
 
 
 def _slot_entry(k: _Launch, slot: Any) -> tuple[Any, Any]:
@@ -1288,7 +1389,7 @@ def _multiply_up(k: _Launch, held: list[Any], groups: list[list[Callable[[], Any
 
 def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
     """Thread (row, column): sum the waves, activate, quantise with the 31 neighbours, put five pairs a block."""
-    d, gemv, p, g, s = k.d, k.gemv, k.plan, k.g, k.s
+    d, gemv, p, s = k.d, k.gemv, k.plan, k.s
     with k.at(k.below(k.thread, WORKGROUP_COLUMNS * s)):
         column, t = k.thread & (WORKGROUP_COLUMNS - 1), k.thread >> 5
         stride = 2 * TILES * s * MFMA_ROWS * 4
@@ -1308,7 +1409,7 @@ def _publish_up(k: _Launch, block: Any, nibbles: Any) -> None:
         is_code = k.equal(column, 1)  # lane 1 of the block carries the code, lanes 0, 8, 16, 24 the words
         part = d.select(is_code, d.I32(INTER_WORDS), column >> 3)
         with k.at(picked & (is_code | k.equal(column & 7, 0))):
-            index = ((t * g.top_k + pick) * p.mx_blocks + block) * INTER_PAIRS + part
+            index = ((t * p.picks + pick) * p.mx_blocks + block) * INTER_PAIRS + part
             k.sync.put(k.inter, index, d.select(is_code, code, word))
 
 
@@ -1376,24 +1477,31 @@ def gather(k: _Launch) -> None:
 
     Reader n is wave 7 - n at widths 1 and 2, where that wave holds no weights, else wave n. It takes half n % 2 of the
     shared columns of row pair n / 2 (width 1: all), reader 0 the gates, reader t the intermediates of row t's picks.
+    With the shared expert fused reader t waits for its gate as well, the weight of its pick.
     """
     d, p, g, s = k.d, k.plan, k.g, k.s
     reader = (WAVES - 1 - k.wave) if p.pollers else k.wave
     shares = min(s, 2)
-    with k.at(k.below(reader, shares * p.row_pairs)):
-        _gather_shared(k, reader, shares)
-        with k.at(k.equal(reader, 0) & k.below(k.lane, s)):
-            (gate,) = k.sync.poll([(k.gate, k.lane)], [d.F32])
-            k.gates.store(gate, k.lane * 4)
+    if not p.fused_shared:
+        with k.at(k.below(reader, shares * p.row_pairs)):
+            _gather_shared(k, reader, shares)
+            with k.at(k.equal(reader, 0) & k.below(k.lane, s)):
+                (gate,) = k.sync.poll([(k.gate, k.lane)], [d.F32])
+                k.gates.store(gate, k.lane * 4)
     with k.at(k.below(reader, s)), k.at(k.live(reader)):
         t = reader
-        count = g.top_k * p.mx_blocks * INTER_PAIRS
+        count = p.picks * p.mx_blocks * INTER_PAIRS
         index = [k.lane + LANES * i for i in range(-(-count // LANES))]
         index = [d.select(k.below(i, count), i, d.I32(count - 1)) for i in index]
-        words = k.sync.poll([(k.inter, t * count + i) for i in index])
+        pairs = [(k.inter, t * count + i) for i in index]
+        if p.fused_shared:
+            gate, *words = k.sync.poll([(k.gate, t), *pairs], [d.F32] + [d.I32] * len(pairs))  # a record names it first
+            k.weights.store(gate, (t * ROUTE_WORDS + g.top_k) * 4)
+        else:
+            words = k.sync.poll(pairs)
         for i, word in zip(index, words, strict=True):
             block, part = d.unsigned_divide(i, INTER_PAIRS)
-            block = block + t * (g.top_k * p.mx_blocks)
+            block = block + t * (p.picks * p.mx_blocks)
             is_code = k.equal(part, INTER_WORDS)
             with k.at(is_code):
                 k.inter_codes.store(word, block * 4)
@@ -1423,7 +1531,7 @@ def routed_down(k: _Launch, slots: Any, values: list[Any]) -> None:
     `values` are those of `load_down` over all of the wave's slots. Each (row, pick) result is weighted in f32 and kept
     in LDS; nothing is summed here.
     """
-    d, p, g = k.d, k.plan, k.g
+    d, p = k.d, k.plan
     per_slot = len(values) // p.worker_slots
     slots = d.opaque_uniform(slots)  # nothing of `load_down` is kept for what follows
     _, entries = _worker_entries(k, slots)
@@ -1434,7 +1542,7 @@ def routed_down(k: _Launch, slots: Any, values: list[Any]) -> None:
             nibbles = d.read_lane(entries, n)
             pick, picked = _pick_of(k, nibbles, k.lane_t)
             picked = picked & k.in_rows
-            row_pick = k.lane_t * g.top_k + d.select(picked, pick, d.I32(0))
+            row_pick = k.lane_t * p.picks + d.select(picked, pick, d.I32(0))
             accs = [d.zero_acc() for _ in range(TILES)]
             for step in range(p.down_steps):
                 block = row_pick * p.mx_blocks + step * 4 + k.group
@@ -1466,14 +1574,17 @@ def publish_output(k: _Launch) -> None:
     """Combine and push to FINAL of every rank (all workgroups).
 
     routed = bf16(f32 sum over the picks in order); shared = bf16(sum over the waves in order); the rank's partial is
-    bf16(routed + gate * shared), the gate in f32.
+    bf16(routed + gate * shared), the gate in f32. With the shared expert fused, its pick the last, it is `routed`.
     """
-    d, gemv, g = k.d, k.gemv, k.g
+    d, gemv, p = k.d, k.gemv, k.plan
 
     def value(t: Any, pair: Any) -> Any:
         live = d.compare("sge", k.ids.load(t * (ROUTE_WORDS * 4), d.I32), d.I32(0))
-        at = t * (g.top_k * WORKGROUP_COLUMNS * 4) + pair * 8
-        routed = gemv.sum_in_order(k.picks, at, WORKGROUP_COLUMNS * 4, range(g.top_k), d.vec(d.F32, 2))
+        at = t * (p.picks * WORKGROUP_COLUMNS * 4) + pair * 8
+        routed = gemv.sum_in_order(k.picks, at, WORKGROUP_COLUMNS * 4, range(p.picks), d.vec(d.F32, 2))
+        if p.fused_shared:
+            word = d.pack_bf16(d.vector_element(routed, 0), d.vector_element(routed, 1))
+            return d.select(live, word, d.I32(0))
         gate = k.gates.load(t * 4, d.F32)
         parts = []
         for e, shared in enumerate(_wave_pair(k, t, pair)):

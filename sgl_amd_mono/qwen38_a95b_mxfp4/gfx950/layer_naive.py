@@ -4,6 +4,10 @@
 Every value that another workgroup or rank reads is rounded where the kernel rounds it; inside a stage all is float64,
 except the few sums that the kernel states in f32 (all-reduces in rank order), which are done in f32 here as well. The
 combine follows SGLang's ROCm path: the shared expert's gate stays f32, one rounding after the sum.
+
+The variants of `layer.py` show in the weights: an output projection with `w_o_scale` is MXFP4, and without `w_sgu` the
+shared expert is fused into the routed ones, as SGLang's ROCm path does it: expert E, the last pick of every live row,
+its weight the sigmoid of the gate in f32, its intermediate in MXFP4 like any expert's, one rounding of all picks' sum.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One rank's weights, as K2's arguments hold them; shapes in the ABI of `layer.py`.
+    """One rank's weights, as K2's arguments hold them; shapes in the ABI of `layer.py`, None where it says 0.
 
     `experts(e)` gives expert e; `from_shuffled` makes it from the tensors.
     """
@@ -54,10 +58,16 @@ class LayerWeights:
     w_o: torch.Tensor
     norm_w: torch.Tensor
     w_router: torch.Tensor
-    w_sgu: torch.Tensor
+    w_sgu: torch.Tensor | None
     w_sg: torch.Tensor
-    w_sd: torch.Tensor
+    w_sd: torch.Tensor | None
     experts: Callable[[int], Expert]
+    w_o_scale: torch.Tensor | None = None
+
+    @property
+    def fused_shared(self) -> bool:
+        """Whether the shared expert is one of `experts`, after the routed ones."""
+        return self.w_sgu is None
 
     @staticmethod
     def from_shuffled(
@@ -70,12 +80,15 @@ class LayerWeights:
 
 @dataclass
 class RankTrace:
-    """One rank's values: o bf16 [S,H]; h bf16 [S,SI]; packed/codes of the intermediates; partial bf16 [S,H]."""
+    """One rank's values: o bf16 [S,H]; h bf16 [S,SI]; packed/codes of the intermediates; partial bf16 [S,H].
+
+    `picks` below: top_k, and one more where the shared expert is fused (then there is no h).
+    """
 
     o: torch.Tensor
     h: torch.Tensor | None = None
-    inter_packed: torch.Tensor | None = None  # uint8 [S, top_k, RI/2]
-    inter_codes: torch.Tensor | None = None  # uint8 [S, top_k, RI/32]
+    inter_packed: torch.Tensor | None = None  # uint8 [S, picks, RI/2]
+    inter_codes: torch.Tensor | None = None  # uint8 [S, picks, RI/32]
     partial: torch.Tensor | None = None
 
 
@@ -87,15 +100,22 @@ class LayerTrace:
     residual: torch.Tensor  # bf16 [S, H]
     x: torch.Tensor  # bf16 [S, H]
     logits: torch.Tensor  # bf16 [S, E]
-    ids: torch.Tensor  # int64 [S, top_k]; -1 in a pad row
-    weights: torch.Tensor  # f64 [S, top_k]
+    ids: torch.Tensor  # int64 [S, picks]; -1 in a pad row
+    weights: torch.Tensor  # f64 [S, picks]
     shared_gate: torch.Tensor  # f64 [S]
     out: torch.Tensor  # bf16 [S, H]
 
 
-def o_partial(core: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
-    """Output projection of one rank: bf16 [S, H] = bf16(core [S, C] @ w_o [H, C]^T)."""
-    return bf16(core.double() @ w_o.double().T)
+def o_partial(core: torch.Tensor, w_o: torch.Tensor, w_o_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Output projection of one rank: bf16 [S, H] = bf16(core [S, C] @ w_o [H, C]^T).
+
+    With `w_o_scale` (uint8 [H, C/32]; w_o uint8 [H, C/2]; both plain) the core is quantised to MXFP4 first, its codes
+    as AITER's `dynamic_mxfp4_quant` picks them.
+    """
+    if w_o_scale is None:
+        return bf16(core.double() @ w_o.double().T)
+    quantised = layout.dequantize_mxfp4(*layout.quantize_mxfp4(core, layout.scale_code_even))
+    return bf16(quantised @ layout.dequantize_mxfp4(w_o, w_o_scale).T)
 
 
 def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,6 +164,15 @@ def route(router_logits: torch.Tensor, top_k: int, live: torch.Tensor) -> tuple[
     weights = torch.exp(picked - picked[:, :1])
     weights = weights / weights.sum(-1, keepdim=True)
     return torch.where(live[:, None], ids, -1), torch.where(live[:, None], weights, 0.0)
+
+
+def with_shared_pick(
+    ids: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, expert: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A route with the fused shared expert as every live row's last pick: expert id `expert`, weight `gate` f64 [S]."""
+    live = ids[:, :1] >= 0
+    shared = torch.where(live, expert, -1)
+    return torch.cat([ids, shared], 1), torch.cat([weights, torch.where(live, gate[:, None], 0.0)], 1)
 
 
 def shared_gate(x: torch.Tensor, w_sg: torch.Tensor) -> torch.Tensor:
@@ -219,15 +248,17 @@ def layer_post(
     """The whole launch over all ranks: `cores` and `weights` one a rank, `residual` bf16 [S,H], row_index int32 [S]."""
     live = row_index > 0
     first = weights[0]
-    ranks = [RankTrace(o_partial(core, w.w_o)) for core, w in zip(cores, weights, strict=True)]
+    ranks = [RankTrace(o_partial(core, w.w_o, w.w_o_scale)) for core, w in zip(cores, weights, strict=True)]
     res_out, x = norm(all_reduce([r.o for r in ranks]), residual, first.norm_w, geometry.eps)
     router_logits = logits(x, first.w_router)
     ids, route_weights = route(router_logits, geometry.top_k, live)
     gate = shared_gate(x, first.w_sg)
+    if first.fused_shared:
+        ids, route_weights = with_shared_pick(ids, route_weights, gate, geometry.experts)
     for r, w in zip(ranks, weights, strict=True):
-        r.h = shared_up(x, w.w_sgu)
         r.inter_packed, r.inter_codes = routed_up(x, ids, w.experts)
         routed = routed_down(r.inter_packed, r.inter_codes, ids, route_weights, w.experts, geometry.hidden)
-        r.partial = combine(routed, r.h, w.w_sd, gate)
+        r.h = None if w.fused_shared else shared_up(x, w.w_sgu)
+        r.partial = routed if w.fused_shared else combine(routed, r.h, w.w_sd, gate)
     out = clear_pads(all_reduce([r.partial for r in ranks]), live)
     return LayerTrace(ranks, clear_pads(res_out, live), x, router_logits, ids, route_weights, gate, out)
