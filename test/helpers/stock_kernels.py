@@ -266,6 +266,11 @@ def gdn_prefill(given: dict[str, Any], plant: str | None) -> dict[str, Any]:
     utils.custom_device_ctx = lambda index: contextlib.nullcontext()
     from sglang.kernels.ops.attention.fla.chunk import chunk_gated_delta_rule
 
+    from sgl_amd_mono.sim.triton_driver import use_configuration
+    from sgl_amd_mono.simulate.harness import CONFIGURATIONS
+
+    for module, kernel, stated in CONFIGURATIONS:
+        use_configuration(getattr(importlib.import_module(module), kernel), **stated)
     state = given["state"].clone()
     out = chunk_gated_delta_rule(
         given["q"],
