@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAMES",
         help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
     )
+    cost.add_argument("--one-hop", action="store_true", help="beside it the pair in which K2 does K1's gated norm")
     cost.add_argument("--seed", type=int, default=0, help="seed of inputs, routes and the simulator's schedule")
     cost.add_argument(
         "--probe", type=Path, metavar="FILE", help="JSON with a node's own figures for the overlap model's assumptions"
@@ -252,6 +253,7 @@ def _cost(options: argparse.Namespace) -> int:
             options.seed,
             lambda text: _to_stderr(f"  .. {text}"),
             mxfp4=options.mxfp4,
+            one_hop=options.one_hop,
         )
         if options.picture:
             options.picture.write_text(picture.svg(costs, assume))

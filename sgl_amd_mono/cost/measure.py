@@ -39,6 +39,7 @@ class Cost:
     buffer too. requests: (stage of the request, stage of the use, unique bytes) of all buffers but mailboxes, where
     bytes requested several times are shared out over their stages; a stage is the number of hops behind the wave.
     weights: requested bytes by buffer, stage and use, of the read-only arguments whose name begins with w.
+    one_hop: of the pair in which K1 leaves the gated norm to K2.
     bulk: regions that carry no tags of their own and are read, in that stage, behind another region's flag: one more
     trip to memory after the hop. uses_seen: share of the requested weight bytes whose use was seen.
     """
@@ -72,6 +73,7 @@ class Cost:
     weights: list[tuple[str, int, int, int]]
     uses_seen: float
     roles: list[Role]
+    one_hop: bool = False
 
     @property
     def wave_instructions(self) -> int:
@@ -271,14 +273,22 @@ def _roles(trace: list[Any], weights: set[str]) -> list[Role]:
     return roles
 
 
-def k1(geometry: Geometry, width: int, seed: int, *, isa: str | None = None, mxfp4: tuple[str, ...] = ()) -> Cost:
+def k1(
+    geometry: Geometry,
+    width: int,
+    seed: int,
+    *,
+    isa: str | None = None,
+    mxfp4: tuple[str, ...] = (),
+    one_hop: bool = False,
+) -> Cost:
     """Counts of K1 (not a model's first layer). isa: another text in place of the built one, for controls. mxfp4: the
-    projections whose weights are MXFP4."""
+    projections whose weights are MXFP4. one_hop: the gated norm is left to K2."""
     from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k1
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey, gdn_formats
     from sgl_amd_mono.sim import CodeObject, Machine
 
-    key = GdnKey(geometry, width, **gdn_formats(mxfp4))
+    key = GdnKey(geometry, width, one_hop=one_hop, **gdn_formats(mxfp4))
     case = trial_k1.make_case(key, seed)
     cus = max(geometry.blocks, key.grid)
     machine = Machine(ranks=1, cus=cus, seed=seed, unique_bytes=True, trace=True)
@@ -286,17 +296,27 @@ def k1(geometry: Geometry, width: int, seed: int, *, isa: str | None = None, mxf
     code = CodeObject.parse(isa) if isa else None
     report = trial_k1.run(case, machine=machine, code=code, deadline_ticks=DEADLINE_TICKS)
     names = {f"fault block of rank {n}": "fault" for n in range(geometry.tp)}
-    return of_report(report, trial_k1.built(key), key, seed=seed, routes=None, names=names)
+    found = of_report(report, trial_k1.built(key), key, seed=seed, routes=None, names=names)
+    return dataclasses.replace(found, one_hop=one_hop)
 
 
-def k2(geometry: Geometry, width: int, seed: int, *, isa: str | None = None, weights: list[Any] | None = None) -> Cost:
-    """Counts of K2 (not a step's last launch) on rank 0 of all ranks. weights: `k2_weights`, to share them."""
+def k2(
+    geometry: Geometry,
+    width: int,
+    seed: int,
+    *,
+    isa: str | None = None,
+    weights: list[Any] | None = None,
+    one_hop: bool = False,
+) -> Cost:
+    """Counts of K2 (not a step's last launch) on rank 0 of all ranks. weights: `k2_weights`, to share them. one_hop: K2
+    behind a one-hop K1, whose core it forms."""
     from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
     from sgl_amd_mono.sim import CodeObject
 
-    inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1).rows(range(width))
+    inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1, gates=one_hop).rows(range(width))
     bench = trial_k2.Bench(
         geometry, weights or k2_weights(geometry, seed), seed=seed, stop=True, unique_bytes=True, trace=True
     )
@@ -304,7 +324,8 @@ def k2(geometry: Geometry, width: int, seed: int, *, isa: str | None = None, wei
     routes = [sorted(row) for row in result.route()[0].tolist()]
     artifact = trial_k2.artifact(geometry, width, True)
     names = {f"scratch{width}": "scratch"}
-    return of_report(result.report, artifact, LayerKey(geometry, width), seed=seed, routes=routes, names=names)
+    found = of_report(result.report, artifact, LayerKey(geometry, width), seed=seed, routes=routes, names=names)
+    return dataclasses.replace(found, one_hop=one_hop)
 
 
 def k2_weights(geometry: Geometry, seed: int) -> list[Any]:
@@ -322,15 +343,18 @@ def measure(
     progress: Callable[[str], None],
     *,
     mxfp4: tuple[str, ...] = (),
+    one_hop: bool = False,
 ) -> list[Cost]:
-    """Counts of every asked launch and width; equal seeds give equal counts."""
+    """Counts of every asked launch and width; equal seeds give equal counts. one_hop: of both designs of the pair."""
     weights = k2_weights(geometry, seed) if "k2" in launches else None
     found = []
-    for launch in launches:
-        for width in widths:
-            progress(f"{launch}, width {width}, {geometry.name} TP {geometry.tp}, seed {seed}")
-            cost = (
-                k1(geometry, width, seed, mxfp4=mxfp4) if launch == "k1" else k2(geometry, width, seed, weights=weights)
-            )
-            found.append(cost)
+    for design in (False, True) if one_hop else (False,):
+        for launch in launches:
+            for width in widths:
+                pair = ", one-hop pair" if design else ""
+                progress(f"{launch}, width {width}, {geometry.name} TP {geometry.tp}, seed {seed}{pair}")
+                if launch == "k1":
+                    found.append(k1(geometry, width, seed, mxfp4=mxfp4, one_hop=design))
+                else:
+                    found.append(k2(geometry, width, seed, weights=weights, one_hop=design))
     return found

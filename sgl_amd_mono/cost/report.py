@@ -180,12 +180,16 @@ def _guesses(cost: Cost, assume: Assumptions) -> list[str]:
     return [head, *lines] if lines else []
 
 
+def _title(cost: Cost) -> str:
+    return f"{cost.launch}, width {cost.width}" + (" (one-hop pair)" if cost.one_hop else "")
+
+
 def render_one(cost: Cost, assume: Assumptions) -> str:
     """The text of one launch and width."""
     r, line = cost.resources, timeline(cost, assume)
     streams, weights = spread(cost.streamed), spread(cost.streamed_weights)
     out = [
-        f"== {cost.launch}, width {cost.width}: {cost.kernel}, {cost.geometry}, {cost.ranks} ranks, seed {cost.seed}",
+        f"== {_title(cost)}: {cost.kernel}, {cost.geometry}, {cost.ranks} ranks, seed {cost.seed}",
         f"  code: VGPR {r['vgprs']}, SGPR {r['sgprs']}, spills {r['vgpr_spills']} VGPR {r['sgpr_spills']} SGPR, "
         f"LDS {r['lds_bytes']} B, scratch {r['scratch_bytes']} B, {r['instructions']} instructions, "
         f"{cost.poll_sites} poll sites, compiled in {cost.compile_seconds:.1f} s",
@@ -221,9 +225,25 @@ def render_one(cost: Cost, assume: Assumptions) -> str:
     return "\n".join(out)
 
 
+def designs(costs: list[Cost], assume: Assumptions) -> list[str]:
+    """Both designs of a GDN layer in both models, a line a width that has all four launches."""
+    found = {(c.launch, c.width, c.one_hop): c for c in costs}
+    lines = []
+    for width in sorted({c.width for c in costs}):
+        pairs = [[found.get((launch, width, design)) for launch in ("k1", "k2")] for design in (False, True)]
+        if all(c is not None for pair in pairs for c in pair):
+            two, one = (
+                f"fixed {sum(map(fixed, pair)):.1f} us, overlap {sum(timeline(c, assume).end for c in pair):.1f} us, "
+                f"{sum(c.wave_instructions for c in pair) / 1e6:.2f} M wave-instructions"
+                for pair in pairs
+            )
+            lines.append(f"  width {width}: gated norm in K1 (two hops) {two}; in K2 (one hop) {one}")
+    return ["GDN layer, K1 + K2, both designs (MODELLED):", *lines] if lines else []
+
+
 def render(costs: list[Cost], assume: Assumptions) -> str:
     """The whole table."""
-    missed = [f"{c.launch} width {c.width}: {t.name}" for c in costs for t in targets(c) if t.met is False]
+    missed = [f"{_title(c)}: {t.name}" for c in costs for t in targets(c) if t.met is False]
     judged = sum(t.met is not None for c in costs for t in targets(c))
     tail = [
         "",
@@ -236,5 +256,6 @@ def render(costs: list[Cost], assume: Assumptions) -> str:
         *(f"  - {line}" for line in assume.lines()),
         f"targets: {judged - len(missed)} met, {len(missed)} not met" + ("" if judged else " (stated for a95b, TP 8)"),
         *(f"  not met: {text}" for text in missed),
+        *designs(costs, assume),
     ]
     return "\n\n".join(render_one(cost, assume) for cost in costs) + "\n" + "\n".join(tail)
