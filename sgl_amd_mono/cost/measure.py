@@ -316,7 +316,9 @@ def k2(
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
     from sgl_amd_mono.sim import CodeObject
 
-    inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1, gates=one_hop).rows(range(width))
+    inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1).rows(range(width))
+    if one_hop:
+        inputs.parts = [trial_k2.parts_of(core, geometry) for core in inputs.cores]
     bench = trial_k2.Bench(
         geometry, weights or k2_weights(geometry, seed), seed=seed, stop=True, unique_bytes=True, trace=True
     )

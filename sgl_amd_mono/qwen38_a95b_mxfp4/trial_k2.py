@@ -209,6 +209,17 @@ def random_parts(geometry: Geometry, width: int, rng: torch.Generator) -> CorePa
     return CoreParts(o, z, squares, (1 + 0.1 * torch.randn(geometry.head_dim, generator=rng)).to(torch.bfloat16))
 
 
+def parts_of(core: torch.Tensor, geometry: Geometry) -> CoreParts:
+    """Parts from which K2 forms exactly this bf16 core: o is the core, and rstd * w * silu(z) is 1 but for 1e-5."""
+    g = geometry
+    z = torch.linspace(1, 8, 4096).to(torch.bfloat16).unique()
+    silu = z.double() * torch.sigmoid(z.double())
+    weight = (1 / silu).to(torch.bfloat16)
+    best = int((weight.double() * silu - 1).abs().argmin())
+    squares = torch.full((len(core), g.gdn_units), g.head_dim * (1 - g.eps) / g.units_per_head)
+    return CoreParts(core, torch.full_like(core, float(z[best])), squares, weight[best].repeat(g.head_dim))
+
+
 def random_inputs(geometry: Geometry, width: int, seed: int, pads: Sequence[int] = (), gates: bool = False) -> Inputs:
     """Seeded activations; rows in `pads` are pad rows whose core is NaN. gates: with the parts of the cores."""
     g = geometry

@@ -15,7 +15,7 @@ from helpers.sim_kernels import address, arguments, kernel
 
 from sgl_amd_mono import cli
 from sgl_amd_mono.cost import measure, report
-from sgl_amd_mono.cost.model import Assumptions
+from sgl_amd_mono.cost.model import DEVICE_HOP_US, Assumptions
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.sim import Launch, Machine, Report
 
@@ -177,6 +177,22 @@ def test_a_missed_target_is_said() -> None:
     verdicts = [{t.name: t.met for t in report.targets(c)}["device hops"] for c in (true, longer)]
     assert verdicts == [True, False]
     assert "EXTRA" in report.render([longer], Assumptions()) and "NOT MET" in report.render([longer], Assumptions())
+
+
+def test_both_designs_in_both_models() -> None:
+    """The pair in which K2 does K1's gated norm: a hop less in K1, none more in K2, the same routes; both are said."""
+    one = [
+        measure.k1(Geometry.small(2), 1, SEED, one_hop=True),
+        measure.k2(Geometry.small(2), 1, SEED, one_hop=True),
+    ]
+    assert one[0].chain == [("PROJ", "device")]
+    assert (one[1].chain, one[1].routes) == (k2().chain, k2().routes)
+    assert one[1].unique["core_z"] == one[1].unique["core"] == k2().unique["core"]
+    text = report.designs([k1(), k2(), *one], Assumptions())
+    assert len(text) == 2 and "MODELLED" in text[0]
+    found = [float(number) for number in re.findall(r"(?:fixed|overlap) ([\d.]+) us", text[1])]
+    assert all(abs(two - less - DEVICE_HOP_US) < 0.11 for two, less in zip(found[:2], found[2:], strict=True))
+    assert not report.designs([k1(), k2(), one[0]], Assumptions())
 
 
 def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
