@@ -75,6 +75,20 @@ def test_the_simulated_launches_agree_with_sglang(on_arm: OnArm) -> None:
     json.dumps(report.as_dict(outcome, verdict))
 
 
+@pytest.mark.full
+def test_the_one_hop_pair_has_the_bits_of_two_hops(on_arm: OnArm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K2 forms the core of what K1 leaves: one hop in K1, every launch within its bounds, K2's bits as without it."""
+    two = on_arm().on["records"]
+    monkeypatch.setenv("SGLANG_AMD_MONO_ONE_HOP", "1")
+    outcome = on_arm()
+    assert report.judge(outcome).problems == []
+    one = outcome.on["records"]
+    assert [(r.kind, r.layer, r.digest) for r in one] == [(r.kind, r.layer, r.digest) for r in two]
+    assert any(r.digest for r in one)
+    hops = [{r.simulated["device_hops"] for r in records if r.kind == "k1"} for records in (one, two)]
+    assert hops == [{1}, {2}]
+
+
 def test_the_definitions_agree_with_sglang(on_arm: OnArm) -> None:
     """The float64 definitions of K1 and K2 in the launches' place: nothing but the launches may fail the test above."""
     assert report.judge(on_arm("spec_double:DoubleRuntime")).problems == []

@@ -193,6 +193,7 @@ def test_an_owner_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         return None if pairs[0][0].number == REGION_NAMES.index("WINDOW") else poll(self, pairs, *args)
 
     case = make_case(key(TP1, 1), 35)
+    build(case.key)  # not while the mistake is planted
     before = Before.of(case)
     monkeypatch.setattr(Sync, "poll", no_window)
     code = CodeObject.parse(compile_artifact(case.key).isa)
@@ -208,6 +209,7 @@ def test_windows_read_behind_the_hand_off_are_seen(monkeypatch: pytest.MonkeyPat
     from sgl_amd_mono.sim import CodeObject, SimFault
 
     width = 8
+    build(key(TP1, width))  # not while the mistake is planted
     monkeypatch.setattr(gdn, "windows_read", lambda *_: None)
     load_unit = gdn.load_unit
     monkeypatch.setattr(gdn, "load_unit", lambda c, u, parked=False: load_unit(c, u))
