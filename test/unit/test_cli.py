@@ -16,6 +16,7 @@ from sgl_amd_mono import cli
         (["simulate", "--rows", "9"], "found '9'; needed: requests"),
         (["simulate", "--steps", "0"], "found '0'; needed: a positive number"),
         (["simulate", "--ranks", "3"], "invalid choice"),
+        (["simulate", "--stock", "interpreter"], "invalid choice"),
         (["compile", "--mxfp4", "o_proj"], "found 'o_proj'; needed: in_proj_qkvz or in_proj_ba"),
         (["compile", "--widths", "1,x"], "found 'x'; needed: a positive number"),
         ([], "required"),
@@ -39,10 +40,40 @@ def test_sizes_that_do_not_divide_are_refused_with_the_sum(capsys: pytest.Captur
     assert "2 / 3" in capsys.readouterr().err
 
 
-def test_explain_lists_what_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--explain"]) == 0
+@pytest.mark.parametrize("stock", cli.STOCK)
+def test_explain_lists_what_is_replaced(stock: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every replacement of the form asked for and none of the other; which modules run as on ROCm; what is missing."""
+    from sgl_amd_mono.simulate import harness, rocm_import
+
+    assert cli.main(["simulate", "--explain", "--stock", stock, "--moe", "torch"]) == 0
     text = capsys.readouterr().out
-    assert "causal_conv1d_update: Triton kernel" in text and "Not covered" in text
+    for replacement in harness.REPLACEMENTS:
+        line = f"{replacement.module}.{replacement.attribute}: {replacement.why}"
+        assert (line in text) == (replacement.stock in ("", stock)), line
+    for module in rocm_import.MODULES:
+        assert (f"  {module}\n" in text) == (stock == "triton")
+    assert ("chunk_gated_delta_rule_fwd_kkt_solve_kernel: {'BK': 64, 'num_warps': 4}" in text) == (stock == "triton")
+    assert "causal_conv1d_update: Triton kernel" in text or stock == "triton"
+    assert all(what in text for what in harness.not_covered(stock))
+    assert "AITER's fused MoE is a stand-in in PyTorch: asked for." in text
+
+
+def test_explain_says_why_amd_s_moe_cannot_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sgl_amd_mono.simulate import aiter_moe, harness
+
+    assert (harness.STOCK, harness.MOE) == (cli.STOCK, cli.MOE)
+    monkeypatch.setattr(aiter_moe, "unavailable", lambda: "no llvm-objdump was found")
+    assert cli.main(["simulate", "--explain"]) == 0
+    assert "AITER's fused MoE is a stand-in in PyTorch: no llvm-objdump was found." in capsys.readouterr().out
+    assert harness.chosen_moe("auto") == "torch"
+    with pytest.raises(ValueError, match="no llvm-objdump was found"):
+        harness.chosen_moe("amd")
+    monkeypatch.setattr(aiter_moe, "unavailable", lambda: None)
+    assert harness.chosen_moe("auto") == "amd"
+    assert cli.main(["simulate", "--explain"]) == 0
+    assert "AMD's own code object" in capsys.readouterr().out
 
 
 def test_rows_name_requests_and_padding() -> None:
