@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAMES",
         help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
     )
+    compile_.add_argument("--one-hop", action="store_true", help="K1 as SGLANG_AMD_MONO_ONE_HOP=1 runs it")
     compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
     compile_.add_argument(
         "--link", choices=("auto", "yes", "no"), default="auto", help="link code objects for a GPU (needs ld.lld)"
@@ -186,7 +187,7 @@ def _compile(options: argparse.Namespace) -> int:
         geometry = (
             Geometry.a95b(options.tp or 8) if options.geometry == GEOMETRIES[0] else Geometry.small(options.tp or 1)
         )
-        formats = gdn_formats(options.mxfp4)
+        formats = gdn_formats(options.mxfp4) | {"one_hop": options.one_hop}
         keys = [
             key
             for width in options.widths
