@@ -25,6 +25,10 @@ Every unit recomputes the q and k convolution of its key head (no hop). q and k 
 key head and written by one, its *owner* (first value head, first unit), after every one of those units has published
 its ONRM pair, which it can only do once it has used the window.
 
+One hop (`one_hop`): the gated norm is left to the K2 behind. leave_unit stands for start_unit and finish_unit: it
+awaits z with the projections and writes o, z and the unit's sum of o^2; an owner awaits the first PROJ pair of every
+reader's workgroup, which has read its windows before it publishes (windows_read).
+
 in_proj: a workgroup computes `whole_tasks` 16-row groups over all of K, plus one K slice of a left-over group, plus
 (the first `ba_groups * ba_slices` workgroups) one K slice of an in_proj_ba group. Wave w owns columns
 w * hidden/8 .. of every row, in the norm as in the products, so x goes through LDS inside one wave only.
