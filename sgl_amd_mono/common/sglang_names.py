@@ -77,7 +77,6 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "ExecMamba.mamba_ssm_dtype",
         "ExecMoe.moe_a2a_backend",
         "ExecMoe.expert_distribution_recorder_mode",
-        "ExecMoe.enforce_shared_experts_fusion",
     ),
     "sglang.srt.arg_groups.fields.parallel": ("Parallel.tp_size",),
     "sglang.srt.arg_groups.fields.memory": ("Memory.enable_unified_memory",),

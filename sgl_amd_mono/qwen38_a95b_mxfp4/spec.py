@@ -239,11 +239,6 @@ def _argument_reasons(cfg: Any, config: Any) -> list[str]:
                    "none: K2 routes inside the kernel and records nothing",
                    "start without --expert-distribution-recorder-mode")
         )  # fmt: skip
-    if cfg.enforce_shared_experts_fusion:
-        reasons.append(
-            reason("--enforce-shared-experts-fusion", "on", "off: K2 runs the shared expert by itself",
-                   "--disable-shared-experts-fusion")
-        )  # fmt: skip
     conv, ssm = state.pool_dtypes(cfg, config)
     if decodes and ssm not in STATE_DTYPES:
         reasons.append(
@@ -269,7 +264,6 @@ def gdn_weights(g: Geometry) -> dict[str, Weight]:
         "a_log": Weight(at + "A_log", (g.value_heads,), torch.float32, OTHER_CHECKPOINT),
         "dt_bias": Weight(at + "dt_bias", (g.value_heads,), bf16, OTHER_CHECKPOINT),
         "gated_norm": Weight(at + "norm.weight", (g.head_dim,), bf16, BF16_WEIGHT),
-        "out": Weight(at + "out_proj.weight", (g.hidden, g.core_width), bf16, BF16_WEIGHT),
         "post_norm": Weight("post_attention_layernorm.weight", (g.hidden,), bf16, BF16_WEIGHT),
     }
 
@@ -280,26 +274,35 @@ def gdn_projections(g: Geometry) -> dict[str, Weight]:
     return {
         "qkvz": Weight(at + "in_proj_qkvz.weight", (g.qkvz_rows, g.hidden), bf16, PROJECTION),
         "ba": Weight(at + "in_proj_ba.weight", (g.ba_rows, g.hidden), bf16, PROJECTION),
+        "out": Weight(at + "out_proj.weight", (g.hidden, g.core_width), bf16, PROJECTION),
     }
 
 
 def attention_weights(g: Geometry) -> dict[str, Weight]:
     """The weights that the kernels read of an attention layer: field of AttentionView -> what is needed."""
-    bf16 = torch.bfloat16
-    return {
-        "out": Weight("self_attn.o_proj.weight", (g.hidden, g.core_width), bf16, BF16_WEIGHT),
-        "post_norm": Weight("post_attention_layernorm.weight", (g.hidden,), bf16, BF16_WEIGHT),
-    }
+    return {"post_norm": Weight("post_attention_layernorm.weight", (g.hidden,), torch.bfloat16, BF16_WEIGHT)}
 
 
-def moe_weights(g: Geometry) -> dict[str, Weight]:
-    """Router, shared and routed experts: field of MoeView -> what is needed. Experts are uint8, two fp4 a byte."""
+def attention_projections(g: Geometry) -> dict[str, Weight]:
+    """As `gdn_projections`, of an attention layer."""
+    return {"out": Weight("self_attn.o_proj.weight", (g.hidden, g.core_width), torch.bfloat16, PROJECTION)}
+
+
+def moe_weights(g: Geometry, fused_shared: bool = False) -> dict[str, Weight]:
+    """Router, shared and routed experts: field of MoeView -> what is needed. Experts are uint8, two fp4 a byte.
+
+    With `fused_shared` the shared expert is the last of the experts, and has no weights of its own but the gate's.
+    """
     bf16, u8 = torch.bfloat16, torch.uint8
-    ri, si, e, h = g.moe_intermediate, g.shared_intermediate, g.experts, g.hidden
-    return {
-        "router": Weight("mlp.gate.weight", (e, h), bf16, BF16_WEIGHT),
+    ri, si, h = g.moe_intermediate, g.shared_intermediate, g.hidden
+    e = g.experts + fused_shared
+    shared = {
         "shared_gate_up": Weight("mlp.shared_expert.gate_up_proj.weight", (2 * si, h), bf16, BF16_WEIGHT),
         "shared_down": Weight("mlp.shared_expert.down_proj.weight", (h, si), bf16, BF16_WEIGHT),
+    }
+    return {
+        "router": Weight("mlp.gate.weight", (g.experts, h), bf16, BF16_WEIGHT),
+        **({} if fused_shared else shared),
         "shared_gate": Weight("mlp.shared_expert_gate.weight", (1, h), bf16, BF16_WEIGHT),
         "w13": Weight("mlp.experts.w13_weight", (e, 2 * ri, h // 2), u8, MXFP4_EXPERTS),
         "w13_scale": Weight("mlp.experts.w13_weight_scale", (e, 2 * ri, h // MX_BLOCK), u8, MXFP4_EXPERTS),
@@ -329,7 +332,7 @@ def layer_reasons(view: state.GdnView | state.AttentionView, g: Geometry, device
     wrong: list[str] = []
     for name, weight in (gdn_weights(g) if is_gdn else attention_weights(g)).items():
         wrong += weight_reasons(getattr(view, name), weight, device)
-    for name, weight in (gdn_projections(g) if is_gdn else {}).items():
+    for name, weight in (gdn_projections(g) if is_gdn else attention_projections(g)).items():
         module = weight.name.split(".")[-2]
         scale = getattr(view, f"{name}_scale")
         how = {"scheme": view.schemes[module], "shuffled": module in view.shuffled, "device": device}
@@ -374,15 +377,15 @@ def _attention_form(view: state.AttentionView, g: Geometry) -> list[str]:
 def _moe_reasons(moe: state.MoeView, g: Geometry, device: torch.device) -> list[str]:
     if not moe.is_sparse:
         return [reason("mlp", "a dense MLP", "a sparse MoE block", OTHER_CHECKPOINT)]
-    weights = moe_weights(g)
     wrong = []
-    if moe.fused_shared:
-        # the experts then count one more: their shapes would only repeat the same cause
+    fused, count = moe.fused_shared, g.experts + moe.fused_shared
+    if fused and (moe.w13 is None or moe.w13.shape[0] != count or g.shared_intermediate != g.moe_intermediate):
+        # not what K2 takes as a fused one: the experts' shapes would only repeat the same cause
+        found = "no experts" if moe.w13 is None else f"{moe.w13.shape[0]} experts"
+        need = f"{count}: the shared one last, {g.moe_intermediate} wide like the others"
         fix = "--disable-shared-experts-fusion"
-        wrong.append(reason("mlp shared expert", "fused into the routed experts", "a layer of its own", fix))
-        keep = ("router", "shared_gate")
-        weights = {name: weight for name, weight in weights.items() if name in keep}
-    for name, weight in weights.items():
+        return [reason("mlp shared expert", f"fused into the routed ones, {found}", need, fix)]
+    for name, weight in moe_weights(g, fused).items():
         wrong += weight_reasons(getattr(moe, name), weight, device)
     experts = (moe.w13, moe.w2)
     if all(w is not None and w.dtype is torch.uint8 for w in experts):
@@ -397,8 +400,8 @@ def _moe_reasons(moe: state.MoeView, g: Geometry, device: torch.device) -> list[
     if any(moe.padding):
         found = f"{moe.padding[0]} columns of hidden, {moe.padding[1]} of the intermediate"
         wrong.append(reason("mlp.experts padding", found, "none", OTHER_CHECKPOINT))
-    if moe.local_experts not in (None, g.experts) and not moe.fused_shared:
-        wrong.append(reason("mlp.experts on this rank", moe.local_experts, f"all {g.experts}", "--ep-size 1"))
+    if moe.local_experts not in (None, count):
+        wrong.append(reason("mlp.experts on this rank", moe.local_experts, f"all {count}", "--ep-size 1"))
     if moe.activation not in SILU or not moe.gated:
         found = f"{moe.activation!r}{'' if moe.gated else ', not gated'}"
         wrong.append(reason("mlp.experts activation", found, "gated 'silu'", OTHER_CHECKPOINT))

@@ -237,11 +237,12 @@ def _strided(tensor: Any) -> Any:
 def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]]:
     """case -> what changes the loaded model; each returns what undoes it. Layers 0-2 are GDN, layer 3 attention.
 
-    Layer 2 has its input projections in MXFP4."""
+    Layer 2 has its projections in MXFP4, layer 3 its output projection."""
     import torch
     from sglang.srt.layers.quantization.quark.schemes import QuarkW8A8Fp8
 
     layers = model.model.layers
+    f3 = layers[1].mlp  # whose shared expert is fused
     g0, g1, g2, a3 = *(layers[n].linear_attn for n in range(3)), layers[3]
     mlp = layers[2].mlp
     experts = mlp.experts
@@ -273,6 +274,11 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
         "gated norm bias": lambda: [_set(g0.norm, "bias", torch.zeros(4))],
         "gated norm eps": lambda: [_set(g0.norm, "eps", 1e-5)],
         "out_proj": lambda: [_weight(g0.out_proj, "weight", lambda t: t.to(torch.uint8))],
+        "mxfp4 out_proj shape": lambda: [_weight(g2.out_proj, "weight", lambda t: t[:-16].contiguous())],
+        "mxfp4 out_proj stride": lambda: [_weight(g2.out_proj, "weight", _strided)],
+        "mxfp4 o_proj codes": lambda: [_weight(a3.o_proj, "weight_scale", lambda t: t[:, :-8].contiguous())],
+        "mxfp4 o_proj offset": lambda: [_weight(a3.o_proj, "weight_scale", _shifted)],
+        "mxfp4 o_proj shuffled": lambda: [_set(a3.o_proj, "use_aiter_asm_fp4_gemm", True)],
         "post norm": lambda: [_weight(layers[1].post_attention_layernorm, "weight", lambda t: t.to(f32))],
         "norm eps": lambda: [_set(layers[1].input_layernorm, "variance_epsilon", 1e-5)],
         "o_proj": lambda: [_weight(a3.o_proj, "weight", lambda t: t.to(f32))],
@@ -287,7 +293,18 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
         "no router": lambda: [_set(mlp.gate, "weight", None)],
         "offloaded": lambda: [_weight(mlp.gate, "weight", lambda t: t.to("meta"))],
         "dense": lambda: [_absent(mlp, "experts")],
-        "fused shared": lambda: [_set(mlp, "enable_shared_expert_fusion", True)],
+        "fused shared": lambda: _fused(f3),
+        "fused shared, as many experts": lambda: [_set(f3, "enable_shared_expert_fusion", True)],
+        "fused shared scale": lambda: [
+            *_fused(f3),
+            _weight(f3.experts, "w2_weight_scale", lambda t: t[:, :-32].contiguous()),
+        ],
+        "fused shared gate": lambda: [*_fused(f3), _weight(f3.shared_expert_gate, "weight", lambda t: t.to(f32))],
+        "fused shared not shuffled": lambda: [*_fused(f3), _set(f3.experts.w2_weight, "is_shuffled", False)],
+        "fused shared on some ranks": lambda: [
+            *_fused(f3),
+            _set(f3.experts.moe_runner_config, "num_local_experts", 17),
+        ],
         "experts bf16": lambda: [_weight(experts, "w13_weight", lambda t: t.to(torch.bfloat16))],
         "experts shape": lambda: [_weight(experts, "w13_weight", lambda t: t[:, :-32])],
         "scale shape": lambda: [_weight(experts, "w2_weight_scale", lambda t: t.reshape(-1, t.shape[-1]))],
@@ -320,6 +337,20 @@ def weight_cases(model: Any) -> dict[str, Callable[[], list[Callable[[], None]]]
     }
 
 
+def _fused(block: Any) -> list[Callable[[], None]]:
+    """What SGLang leaves where it fuses the shared expert: no module of its own, one expert more, the last."""
+    import torch
+
+    experts = block.experts
+    names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    return [
+        _set(block, "enable_shared_expert_fusion", True),
+        _set(block, "shared_expert", None),
+        _set(experts.moe_runner_config, "num_local_experts", len(experts.w13_weight) + 1),
+        *(_weight(experts, name, lambda t: torch.cat([t, t[:1]])) for name in names),
+    ]
+
+
 def _absent(module: Any, name: str) -> Callable[[], None]:
     """Take a submodule away; returns what undoes it."""
     before = module._modules.pop(name)
@@ -335,14 +366,14 @@ def weights_phase(folder: Path) -> dict[str, list[str]]:
     """Each case through the spec's `model_disable_reasons`, on a model that SGLang has loaded."""
     from helpers.spec_double import load_with_double
 
-    model, spec, config = load_with_double(folder, mxfp4=r"\.2\.linear_attn\.in_proj")
+    model, spec, config = load_with_double(folder, mxfp4=r"\.2\.linear_attn\.|\.3\.self_attn\.o_proj")
     found = {}
     for name, change in weight_cases(model).items():
         undo = change()
         try:
             found[name] = spec.model_disable_reasons(model, config, {})
         finally:
-            for step in undo:
+            for step in reversed(undo):
                 step()
     found["compute units"] = _few_compute_units(model, config)
     found["undone"] = spec.model_disable_reasons(model, config, {})

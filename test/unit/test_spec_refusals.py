@@ -139,10 +139,7 @@ ARGUMENT_LINES = {
         "fix: start without --enable-unified-memory"
     ],
     "recorder": [RECORDER],
-    "enforced fusion": [
-        "--enforce-shared-experts-fusion: found on; needed: off: K2 runs the shared expert by itself; "
-        "fix: --disable-shared-experts-fusion"
-    ],
+    "enforced fusion": [],  # what it has loaded is looked at in the second phase
     "gdn backend": [
         "GDN decode backend: found 'cutedsl'; needed: 'triton', whose state layout K1 reads; "
         "fix: --linear-attn-decode-backend triton"
@@ -248,10 +245,31 @@ LOADED_LINES = {
     "gated norm activation": weight("layer 0", "linear_attn.norm activation", "'sigmoid'", "'swish'", CHECKPOINT),
     "gated norm bias": weight("layer 0", "linear_attn.norm.bias", "a bias", "no bias", CHECKPOINT),
     "gated norm eps": weight("layer 0", "linear_attn.norm epsilon", "1e-05", "1e-06", CHECKPOINT),
-    "out_proj": weight("layer 0", "linear_attn.out_proj.weight", "torch.uint8", "torch.bfloat16"),
+    "out_proj": weight(
+        "layer 0", "linear_attn.out_proj.weight", "torch.uint8 of another method than Quark", EITHER, PROJECTION
+    ),
+    "mxfp4 out_proj shape": weight(
+        "layer 2", "linear_attn.out_proj.weight", "shape [1008, 1024]", "shape [1024, 1024]", PROJECTION
+    ),
+    "mxfp4 out_proj stride": weight(
+        "layer 2", "linear_attn.out_proj.weight", "strides [1040, 1]",
+        "rows stored one after another, strides [1024, 1]",
+        "start without what re-arranges this weight after loading (LoRA, another weight layout option)",
+    ),
+    "mxfp4 o_proj codes": weight(
+        "layer 3", "self_attn.o_proj.weight_scale", "shape [1024, 56]", "shape [1024, 64]", PROJECTION
+    ),
+    "mxfp4 o_proj offset": weight(
+        "layer 3", "self_attn.o_proj.weight_scale", "storage offset 1, 1 bytes past an aligned one",
+        "an address that is a multiple of 16 bytes", "start without what packs this weight into a larger tensor",
+    ),
+    "mxfp4 o_proj shuffled": weight(
+        "layer 3", "self_attn.o_proj.weight", "MXFP4 in the layout of AITER's assembly GEMM",
+        "MXFP4 in Quark's plain layout", "unset SGLANG_ROCM_USE_AITER_FP4_ASM_GEMM",
+    ),
     "post norm": weight("layer 1", "post_attention_layernorm.weight", "torch.float32", "torch.bfloat16"),
     "norm eps": weight("layer 1", "input_layernorm epsilon", "1e-05", "1e-06", CHECKPOINT),
-    "o_proj": weight("layer 3", "self_attn.o_proj.weight", "torch.float32", "torch.bfloat16"),
+    "o_proj": weight("layer 3", "self_attn.o_proj.weight", "torch.float32", EITHER, PROJECTION),
     "attention width": weight("layer 3", "self_attn.o_proj input width", "1024", "2048", CHECKPOINT),
     "attention post norm": weight("layer 3", "post_attention_layernorm.weight", "torch.float32", "torch.bfloat16"),
     "output gate": weight("layer 3", "self_attn output gate", "none", "an output gate", CHECKPOINT),
@@ -269,10 +287,13 @@ LOADED_LINES = {
     "no router": weight("layer 2", "mlp.gate.weight", "no such weight", "torch.bfloat16 [32, 1024]"),
     "offloaded": weight("layer 2", "mlp.gate.weight", "on meta", "on cpu", "start without CPU offload"),
     "dense": weight("layer 2", "mlp", "a dense MLP", "a sparse MoE block", CHECKPOINT),
-    "fused shared": weight(
-        "layer 2", "mlp shared expert", "fused into the routed experts", "a layer of its own",
-        "--disable-shared-experts-fusion",
+    "fused shared": [],
+    "fused shared, as many experts": weight(
+        "layer 1", "mlp shared expert", "fused into the routed ones, 32 experts",
+        "33: the shared one last, 512 wide like the others", "--disable-shared-experts-fusion",
     ),
+    "fused shared gate": weight("layer 1", "mlp.shared_expert_gate.weight", "torch.float32", "torch.bfloat16"),
+    "fused shared on some ranks": weight("layer 1", "mlp.experts on this rank", "17", "all 33", "--ep-size 1"),
     "half the experts": weight("layer 2", "mlp.experts on this rank", "16", "all 32", "--ep-size 1"),
     "padded hidden": weight(
         "layer 2", "mlp.experts padding", "256 columns of hidden, 0 of the intermediate", "none", CHECKPOINT
@@ -310,7 +331,7 @@ LOADED_LINES = {
     "every layer": weight("layers 0-3 (4 of 4)", "mlp.gate.weight", "torch.float32", "torch.bfloat16"),
     "two wrong": [
         *weight("layer 0", "linear_attn.in_proj_ba.weight", "torch.float16", EITHER, PROJECTION),
-        *weight("layer 3", "self_attn.o_proj.weight", "torch.float32", "torch.bfloat16"),
+        *weight("layer 3", "self_attn.o_proj.weight", "torch.float32", EITHER, PROJECTION),
     ],
 }  # fmt: skip
 
@@ -322,6 +343,8 @@ LOADED_BEGINNINGS = {
     "experts stride": "layer 2: mlp.experts.w2_weight: found strides [278528, 272, 1]; needed: rows stored one after",
     "half shuffled": "layer 2: mlp.experts layout: found w2 not shuffled (is_shuffled is unset); needed: AITER's",
     "scale dtype": "layer 2: mlp.experts.w13_weight_scale: found torch.int8; needed: torch.uint8; fix: " + EXPERTS,
+    "fused shared scale": "layer 1: mlp.experts.w2_weight_scale: found shape [33, 992, 16]; needed: shape [33,",
+    "fused shared not shuffled": "layer 1: mlp.experts layout: found w2 not shuffled (is_shuffled is unset); needed",
     "not shuffled": "layer 2: mlp.experts layout: found w13 not shuffled (is_shuffled is unset); needed: AITER's",
 }
 
