@@ -74,7 +74,8 @@ def left_by_k2(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class K1Case:
-    """One launch's tensors. Slot 0 holds NaN; the pools have guard slots that no row names."""
+    """One launch's tensors. Slot 0 holds NaN; the pools have guard slots that no row names, the draft states (of verify
+    steps) guard places."""
 
     key: gdn.GdnKey
     weights: GdnWeights
@@ -83,6 +84,9 @@ class K1Case:
     state_index: Tensor
     conv_state: Tensor
     ssm_state: Tensor
+    draft_conv: Tensor | None = None
+    draft_ssm: Tensor | None = None
+    draft_index: Tensor | None = None
     residual_out: Tensor = field(init=False)
     core: Tensor = field(init=False)
     core_z: Tensor | None = field(init=False)
@@ -131,7 +135,18 @@ class K1Case:
             self.ssm_state,
             round_beta=self.key.round_beta,
             products=products,
+            draft_tokens=self.key.draft_tokens,
         )
+
+    def states_after(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """(conv, SSM) as the launch left them after each of the rows: the rows' slots, or their draft states."""
+        tokens = self.key.tokens
+        requests = [row // tokens for row in rows]
+        if not self.key.draft_tokens:
+            slots = self.state_index[requests].long()
+            return self.conv_state[slots], self.ssm_state[slots]
+        at = self.draft_index[requests].long(), [row % tokens for row in rows]
+        return self.draft_conv[at], self.draft_ssm[at]
 
     def products(self) -> tuple[Tensor, Tensor]:
         """(in_proj_qkvz, in_proj_ba) as the launch handed them over: PROJ, and the slices of LEFT and BA summed."""
@@ -171,6 +186,9 @@ class K1Case:
             "conv_state": self.conv_state,
             "ssm_state": self.ssm_state,
             "state_index": self.state_index,
+            "draft_conv": self.draft_conv,
+            "draft_ssm": self.draft_ssm,
+            "draft_index": self.draft_index,
             "residual_out": self.residual_out,
             "core": self.core,
             "core_z": self.core_z,
@@ -199,11 +217,11 @@ def make_case(
     slots: int | None = None,
     spread_strides: bool = False,
 ) -> K1Case:
-    """Inputs of one launch. `pads`: rows with no state (0 and -1 in turn). `spread_strides`: conv pool with taps
-    outermost and an SSM pool with a gap between slots."""
+    """Inputs of one launch. `pads`: requests with no state (0 and -1 in turn). `spread_strides`: conv pool with taps
+    outermost and an SSM pool with a gap between slots; draft windows that overlap, as SGLang keeps them on a GPU."""
     g, width, gen = key.geometry, key.width, torch.Generator().manual_seed(1000 + seed)
     slots = slots or width + 4
-    order = (torch.randperm(slots - 1, generator=gen)[:width] + 1).to(torch.int32)
+    order = (torch.randperm(slots - 1, generator=gen)[: key.requests] + 1).to(torch.int32)
     for n, row in enumerate(pads):
         order[row] = -(n % 2)
     dtype = getattr(torch, key.state_dtype)
@@ -217,6 +235,7 @@ def make_case(
     conv.copy_(bf16(gen, *conv.shape, scale=1.0))
     ssm.copy_(torch.randn(ssm.shape, generator=gen) * STATE_SCALE)
     conv[0], ssm[0] = float("nan"), float("nan")
+    drafts = draft_states(key, spread_strides) if key.draft_tokens else {}
     return K1Case(
         key,
         weights or make_weights(g, seed, key.qkvz_format, key.ba_format),
@@ -225,7 +244,25 @@ def make_case(
         order,
         conv,
         ssm,
+        **drafts,
     )
+
+
+def draft_states(key: gdn.GdnKey, overlapping: bool) -> dict[str, Tensor]:
+    """Draft states full of junk, with a place that no request names; the requests' places in falling order."""
+    g, places, tokens = key.geometry, key.requests + 1, key.draft_tokens
+    if overlapping:  # window t is columns t .. t + 2 of one buffer a channel
+        columns = tokens + 2
+        conv = torch.full((places, g.conv_channels, columns), JUNK, dtype=torch.bfloat16)
+        conv = conv.as_strided((places, tokens, g.conv_channels, 3), (g.conv_channels * columns, 1, columns, 1))
+    else:
+        conv = torch.full((places, tokens, g.conv_channels, 3), JUNK, dtype=torch.bfloat16)
+    shape = (places, tokens, g.value_heads, g.head_dim, g.head_dim)
+    return {
+        "draft_conv": conv,
+        "draft_ssm": torch.full(shape, JUNK, dtype=getattr(torch, key.state_dtype)),
+        "draft_index": torch.arange(key.requests, dtype=torch.int32).flip(0).contiguous(),
+    }
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -237,7 +274,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 READONLY = (
     *("hidden", "residual", "z", "squares", "norm_w", "w_qkvz", "w_ba", "w_qkvz_scale", "w_ba_scale"),
     *("conv_w", "a_log", "dt_bias", "gnorm_w"),
-    *("state_index", "peers", "epoch"),
+    *("state_index", "draft_index", "peers", "epoch"),
 )
 
 
@@ -252,9 +289,8 @@ def map_case(machine, case: K1Case, rank: int = 0) -> None:
         if name == "scratch":
             machine.map(rank, address, nbytes, name, kind="mailbox", regions=regions)
         else:
-            machine.map(
-                rank, address, nbytes, name, kind="readonly" if name in (*READONLY, "peers", "epoch") else "plain"
-            )
+            kept = (*READONLY, "conv_state", "ssm_state") if case.key.draft_tokens else READONLY
+            machine.map(rank, address, nbytes, name, kind="readonly" if name in kept else "plain")
     for n, block in enumerate(case.fault_blocks):
         machine.map(rank, *span(block), f"fault block of rank {n}", kind="peer")
 

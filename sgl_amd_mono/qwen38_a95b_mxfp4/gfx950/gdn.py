@@ -55,7 +55,7 @@ Rounded to bf16: residual_out, x, PROJ (after the last sum), b and a, each conv 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_amd_mono.common.build import Abi, BuildKey
@@ -72,15 +72,18 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+# What the kernel writes; a verify step the draft states instead of the states.
 OUTPUTS = (
     "conv_state",
     "ssm_state",
+    "draft_conv",
+    "draft_ssm",
     "residual_out",
     "core",
     "core_z",
     "core_squares",
     "scratch",
-)  # what the kernel writes
+)
 ABI: Abi = (
     ("hidden", "ptr"),
     ("residual", "ptr"),
@@ -98,6 +101,9 @@ ABI: Abi = (
     ("conv_state", "ptr"),
     ("ssm_state", "ptr"),
     ("state_index", "ptr"),
+    ("draft_conv", "ptr"),  # this and what names it is read in verify steps only
+    ("draft_ssm", "ptr"),
+    ("draft_index", "ptr"),
     ("residual_out", "ptr"),
     ("core", "ptr"),
     ("core_z", "ptr"),
@@ -107,9 +113,15 @@ ABI: Abi = (
     ("epoch", "ptr"),
     ("conv_slot_stride", "i64"),
     ("ssm_slot_stride", "i64"),
+    ("draft_conv_slot_stride", "i64"),
+    ("draft_ssm_slot_stride", "i64"),
     ("deadline_ticks", "i64"),
     ("conv_channel_stride", "i32"),
     ("conv_tap_stride", "i32"),
+    ("draft_conv_token_stride", "i32"),
+    ("draft_conv_channel_stride", "i32"),
+    ("draft_conv_tap_stride", "i32"),
+    ("draft_ssm_token_stride", "i32"),
     ("rank", "i32"),
     ("layer_slot", "i32"),
     ("mode", "i32"),
@@ -138,6 +150,7 @@ L2_EPS = 1e-6  # of the q and k norms, added to the sum of squares
 X_PAD_BYTES = 16  # between rows of x in LDS, so that the 16 columns of an MFMA operand hit different banks
 LOAD_REGISTERS = 200  # vector registers that rows and weights in flight may take; the rest of 256 is for addresses
 LOAD_REGISTERS_OWN = 176  # the same where z is formed here, with sums beside it
+POLL_TOKENS = 4  # tokens of a request whose pairs are awaited in one batch of loads (four pairs each, at most 16)
 STEP_REGISTERS = 4  # vector registers of one weight tile
 X_GROUP = 4  # tiles whose x is read from LDS together, one group ahead of the products
 BEYOND_ROWS = 0x7FFF0000  # a lane's byte offset past every weight: its load gives zeros, without a request
@@ -157,6 +170,10 @@ def gdn_formats(mxfp4: tuple[str, ...]) -> dict[str, str]:
 class GdnKey(BuildKey):
     """Build key of one K1: everything that the emitted code depends on besides the sources.
 
+    draft_tokens: 0 in decode steps, where each row is a request. In a verify step the tokens of a request, whose rows
+    follow one another: a recurrence of so many tokens from the request's state, which stays as it is; the state and the
+    conv window after each token go to its place among the draft states, so that SGLang can keep any of them.
+
     own_norm: z and its squares are formed here from hidden and residual; else they are read as the K2 before left them.
     A model's first layer has no K2 before it and forms them from hidden.
     one_hop: the gated norm is left to the K2 behind: `core` is o, `core_z` z, `core_squares` the units' sums of o^2.
@@ -172,6 +189,7 @@ class GdnKey(BuildKey):
     stop: bool = True
     qkvz_format: str = BF16
     ba_format: str = BF16
+    draft_tokens: int = 0
 
     model: ClassVar[str] = "qwen38_a95b"
     launch: ClassVar[str] = "k1"
@@ -184,6 +202,10 @@ class GdnKey(BuildKey):
             raise ValueError(f"K1 width {self.width}; needed: 1 .. {MAX_ROWS} rows")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"SSM state dtype {self.state_dtype!r}; needed: 'float32' or 'bfloat16'")
+        if self.draft_tokens < 0 or self.width % self.tokens:
+            raise ValueError(f"K1 width {self.width} of {self.draft_tokens} draft tokens a request; needed: a multiple")
+        if self.draft_tokens and self.one_hop:
+            raise ValueError("K1 of verify steps with one_hop; needed: the gated norm inside K1")
         for name in ("qkvz_format", "ba_format"):
             if getattr(self, name) not in FORMATS:
                 raise ValueError(f"{name} {getattr(self, name)!r}; needed: one of {', '.join(map(repr, FORMATS))}")
@@ -216,7 +238,17 @@ class GdnKey(BuildKey):
     @property
     def unit_rounds(self) -> int:
         """Units that a wave computes at most (1 at the true size)."""
-        return unit_rounds(self.geometry, self.width)
+        return unit_rounds(self.geometry, self.requests)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of one request."""
+        return self.draft_tokens or 1
+
+    @property
+    def requests(self) -> int:
+        """Requests of the step."""
+        return self.width // self.tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -357,6 +389,9 @@ def launch_args(
     conv_state: Tensor,
     ssm_state: Tensor,
     state_index: Tensor,
+    draft_conv: Tensor | None = None,
+    draft_ssm: Tensor | None = None,
+    draft_index: Tensor | None = None,
     residual_out: Tensor,
     core: Tensor,
     core_z: Tensor | None = None,
@@ -369,7 +404,11 @@ def launch_args(
     deadline_ticks: int,
     mode: int = 1,
 ) -> list[Any]:
-    """Arguments in ABI order; tensors stand for their data pointers (read when the launch is made)."""
+    """Arguments in ABI order; tensors stand for their data pointers (read when the launch is made).
+
+    draft_conv bf16 [places, tokens, conv_channels, 3], any strides; draft_ssm [places, tokens, value_heads, 128, 128],
+    a token's state dense; draft_index int32 [>= requests], the place of each request (verify steps only).
+    """
     del geometry  # shapes are checked once, by check_args
     values: dict[str, Any] = {
         "hidden": hidden,
@@ -388,6 +427,10 @@ def launch_args(
         "conv_state": conv_state,
         "ssm_state": ssm_state,
         "state_index": state_index,
+        "draft_conv": 0 if draft_conv is None else draft_conv,
+        "draft_ssm": 0 if draft_ssm is None else draft_ssm,
+        "draft_index": 0 if draft_index is None else draft_index,
+        **draft_strides(draft_conv, draft_ssm),
         "residual_out": residual_out,
         "core": core,
         "core_z": 0 if core_z is None else core_z,
@@ -405,6 +448,20 @@ def launch_args(
         "mode": mode,
     }
     return [values[name] for name, _ in ABI]
+
+
+def draft_strides(draft_conv: Tensor | None, draft_ssm: Tensor | None) -> dict[str, int]:
+    """Strides of the draft states by ABI name, in elements; zeros in decode steps, which have none."""
+    conv = (0, 0, 0, 0) if draft_conv is None else draft_conv.stride()
+    ssm = (0, 0) if draft_ssm is None else draft_ssm.stride()
+    return {
+        "draft_conv_slot_stride": conv[0],
+        "draft_conv_token_stride": conv[1],
+        "draft_conv_channel_stride": conv[2],
+        "draft_conv_tap_stride": conv[3],
+        "draft_ssm_slot_stride": ssm[0],
+        "draft_ssm_token_stride": ssm[1],
+    }
 
 
 def _projection(name: str, rows: int, columns: int, form: str) -> dict[str, tuple[tuple[int, int], str]]:
@@ -445,8 +502,10 @@ def check_args(key: GdnKey, **tensors: Tensor) -> None:
     if "state_index" in tensors:
         index = tensors["state_index"]
         found = f"state_index {tuple(index.shape)} {index.dtype}"
-        ok = str(index.dtype) == "torch.int32" and index.is_contiguous() and index.numel() >= key.width
-        _demand(ok, found, f"dense int32, at least {key.width} entries", "pass mamba_cache_indices as SGLang makes it")
+        ok = str(index.dtype) == "torch.int32" and index.is_contiguous() and index.numel() >= key.requests
+        _demand(
+            ok, found, f"dense int32, at least {key.requests} entries", "pass mamba_cache_indices as SGLang makes it"
+        )
     if "conv_state" in tensors and "ssm_state" in tensors:
         check_state(g, tensors["conv_state"], tensors["ssm_state"])
         found = str(tensors["ssm_state"].dtype).removeprefix("torch.")
@@ -541,7 +600,9 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         normalise(c, rows, rstd, weights)
         weights.issue(weights.steps)
         unit = in_proj(c, weights)
-        if key.unit_rounds == 1:
+        if key.draft_tokens:
+            verify_units(c, unit)
+        elif key.unit_rounds == 1:
             gdn_unit(c, unit)
         else:
             gdn_rounds(c, unit)
@@ -671,10 +732,11 @@ def arrived(c: _Front, u: Unit) -> Inputs:
 
 
 def find_unit(c: _Front, unit_round: Any) -> Unit:
-    """The wave's unit of a round, if it has one: unit n = workgroup + blocks * (wave + 8 * round)."""
+    """The wave's unit of a round, if it has one: unit n = workgroup + blocks * (wave + 8 * round). Its `row` is the
+    request's number, which in decode steps is its row."""
     d, g, a = c.d, c.g, c.a
     number = c.block + (c.wave + unit_round * g.waves) * g.blocks
-    total = c.rows * g.gdn_units
+    total = c.key.requests * g.gdn_units
     some = None
     if total < c.key.unit_rounds * g.blocks * g.waves:
         some = d.compare("ult", number, d.I32(total))
@@ -717,9 +779,10 @@ def _is_live(c: _Front, u: Unit) -> Any:
 def first_unit(c: _Front) -> Unit:
     """`load_unit` of round 0; waves without a unit do nothing of it."""
     d, g = c.d, c.g
-    if c.rows * g.gdn_units >= g.blocks * g.waves:
+    units = c.key.requests * g.gdn_units
+    if units >= g.blocks * g.waves:
         return load_unit(c, find_unit(c, 0))
-    some = d.compare("ult", c.block + c.wave * g.blocks, d.I32(c.rows * g.gdn_units))
+    some = d.compare("ult", c.block + c.wave * g.blocks, d.I32(units))
     names = [f.name for f in fields(Unit) if f.name not in ("some", "loaded")]
 
     def find() -> list[Any]:
@@ -1278,7 +1341,8 @@ def _if_unit(c: _Front, u: Unit, live: Callable[[], None]) -> None:
             if c.key.one_hop:
                 _store_parts(c, u, d.I16(0), d.I16(0), d.F32(0.0))
             else:
-                _store_core(c, u, "core", d.I16(0))
+                for token in _tokens(c, u):
+                    _store_core(c, token, "core", d.I16(0))
         return []
 
     if u.some is None:
@@ -1314,12 +1378,17 @@ def gdn_rounds(c: _Front, first: Unit) -> None:
 
 def start_unit(c: _Front, u: Unit) -> Result:
     """Wait "proj", compute the unit up to its output rows, publish their sum of squares (ONRM)."""
-    d, g = c.d, c.g
-    qk, v_new, ba, _ = poll_projections(c, u)
+    ((qk, v_new, ba, _),) = poll_projections(c, [u])
     result, squares = compute_unit(c, u, qk, v_new, ba)
-    with d.if_(d.compare("eq", c.lane, d.I32(0))):
-        c.sync.put(c.region["ONRM"], u.row * g.gdn_units + u.index, squares)
+    put_squares(c, u, squares)
     return result
+
+
+def put_squares(c: _Front, u: Unit, squares: Any) -> None:
+    """Publish the sum of the squares of the unit's 8 outputs of its row (ONRM)."""
+    d = c.d
+    with d.if_(d.compare("eq", c.lane, d.I32(0))):
+        c.sync.put(c.region["ONRM"], u.row * c.g.gdn_units + u.index, squares)
 
 
 def compute_unit(c: _Front, u: Unit, qk: list[Any], v_new: Any, ba: Any) -> tuple[Result, Any]:
@@ -1328,20 +1397,22 @@ def compute_unit(c: _Front, u: Unit, qk: list[Any], v_new: Any, ba: Any) -> tupl
     given = arrived(c, u)
     q, k, v, windows, v_window = convolve(c, given, qk, v_new)
     decay, beta = gates(c, given, ba)
-    o, state = delta_rule(c, given, q, k, v, decay, beta)
-    low, high = d.wave_halves(d.wave_sum(o * o, LANE_COLUMNS))
-    if c.key.state_dtype == "float32":
-        words = [[d.bitcast(d.vector_element(pair, n), d.I32) for pair in row for n in range(2)] for row in state]
-    else:
-        words = [[_pack(c, pair) for pair in row] for row in state]
-    return Result(words, windows, v_window, d.bitcast(o, d.I32), given.gnorm_w), low + high
+    o, state = delta_rule(c, state_rows(c, given), q, k, v, decay, beta)
+    result = Result(state_words(c, state), windows, v_window, d.bitcast(o, d.I32), given.gnorm_w)
+    return result, sum_of_squares(c, o)
+
+
+def sum_of_squares(c: _Front, o: Any) -> Any:
+    """Sum of o^2 over the unit's 8 rows, the lane's own at distance 1 and 2, then the two halves."""
+    low, high = c.d.wave_halves(c.d.wave_sum(o * o, LANE_COLUMNS))
+    return low + high
 
 
 def leave_unit(c: _Front, u: Unit) -> None:
     """One hop: wait "proj" with z, compute the unit, write o, z, the sum of o^2, the state and the v window; owners
     wait "window" and write q and k windows."""
     d = c.d
-    qk, v_new, ba, z = poll_projections(c, u)
+    ((qk, v_new, ba, z),) = poll_projections(c, [u])
     error = c.sync.error_word()  # issued here, looked at before the stores: it costs no trip
     result, squares = compute_unit(c, u, qk, v_new, ba)
     c.sync.leave_if_set(error)
@@ -1350,17 +1421,129 @@ def leave_unit(c: _Front, u: Unit) -> None:
     store_windows(c, u, result.windows)
 
 
+def state_rows(c: _Front, given: Inputs) -> list[list[Any]]:
+    """The lane's part of its four state rows, two pairs of f32 each."""
+    d = c.d
+    if c.key.state_dtype != "float32":
+        return [[c.pair(word) for word in words] for words in given.state]
+    floats = [[d.bitcast(word, d.F32) for word in words] for words in given.state]
+    return [[d.vector_from(row[:2]), d.vector_from(row[2:])] for row in floats]
+
+
+def state_words(c: _Front, rows: list[list[Any]]) -> list[list[Any]]:
+    """The state rows as the pool stores them (to nearest even where it is bf16), as words."""
+    d = c.d
+    if c.key.state_dtype != "float32":
+        return [[_pack(c, pair) for pair in row] for row in rows]
+    return [[d.bitcast(d.vector_element(pair, n), d.I32) for pair in row for n in range(2)] for row in rows]
+
+
 def finish_unit(c: _Front, u: Unit, result: Result) -> None:
     """Wait "onrm", write the core row, the state and the v window; owners wait "window" and write q and k windows."""
     d = c.d
     # Issued here, looked at before the stores: it costs no trip, and the waits look at the word themselves.
     error = c.sync.error_word()
-    squares, z = await_squares(c, u)
+    ((squares, z),) = await_squares(c, [u])
     core = gated_norm(c, d.bitcast(result.o, d.F32), result.gnorm_w, squares, z)
     c.sync.leave_if_set(error)
     _store_core(c, u, "core", d.bf16_bits(core))
     store_state(c, u, result.state, result.v_window)
     store_windows(c, u, result.windows)
+
+
+# ---- verify steps --------------------------------------------------------------------------------------------------
+
+
+def verify_units(c: _Front, first: Unit) -> None:
+    """Waves with a unit, one request's: its tokens one after another, from the request's state, which is only read. As
+    in `gdn_rounds`, all of a wave's units are started before the first head's sums are awaited."""
+    d = c.d
+
+    def finish(u: Unit, outputs: list[Any], gnorm_w: Any) -> None:
+        tokens = _tokens(c, u)
+        for begin in range(0, len(tokens), POLL_TOKENS):
+            some = tokens[begin : begin + POLL_TOKENS]
+            for token, o, (squares, z) in zip(some, outputs[begin:], await_squares(c, some)):
+                core = gated_norm(c, d.bitcast(o, d.F32), gnorm_w, squares, z)
+                _store_core(c, token, "core", d.bf16_bits(core))
+
+    if c.key.unit_rounds == 1:
+        _if_unit(c, first, lambda: finish(first, *verify_tokens(c, first)))
+        return
+
+    def start(u: Unit) -> None:
+        def park() -> None:
+            outputs, gnorm_w = verify_tokens(c, u)
+            for n, word in enumerate([*outputs, gnorm_w]):
+                d.store(word, c.held, _held_place(c, u, n))
+
+        _if_unit(c, u, park)
+
+    def parked(u: Unit) -> None:
+        with d.if_(_is_live(c, u)):
+            *outputs, gnorm_w = [d.load(c.held, _held_place(c, u, n), d.I32) for n in range(c.key.tokens + 1)]
+            finish(u, outputs, gnorm_w)
+
+    start(first)
+    d.for_range(1, c.key.unit_rounds, 1, [], lambda i: start(load_unit(c, find_unit(c, i))))
+    d.wait_stores()
+    d.for_range(0, c.key.unit_rounds, 1, [], lambda i: parked(find_unit(c, i)))
+
+
+def _tokens(c: _Front, u: Unit) -> list[Unit]:
+    """The unit at each row of its request: `row` is then a row of the step."""
+    tokens = c.key.tokens
+    return [u] if tokens == 1 else [replace(u, row=u.row * tokens + token) for token in range(tokens)]
+
+
+def verify_tokens(c: _Front, u: Unit) -> tuple[list[Any], Any]:
+    """Wait "proj", then the tokens in their order: each publishes its sum of squares and leaves its state and windows
+    among the draft states. The state is carried in f32, whatever the pool's type, as SGLang's kernel does.
+
+    Returns the lane's output of every token (f32 bits) and its weight of the gated norm.
+    """
+    d = c.d
+    tokens = _tokens(c, u)
+    products = []
+    for begin in range(0, len(tokens), POLL_TOKENS):
+        products += poll_projections(c, tokens[begin : begin + POLL_TOKENS])
+    given = arrived(c, u)
+    state, outputs = state_rows(c, given), []
+    for number, (token, (qk, v_new, ba, _)) in enumerate(zip(tokens, products, strict=True)):
+        q, k, v, windows, v_window = convolve(c, given, qk, v_new)
+        decay, beta = gates(c, given, ba)
+        o, state = delta_rule(c, state, q, k, v, decay, beta)
+        put_squares(c, token, sum_of_squares(c, o))
+        store_draft(c, u, number, state_words(c, state), windows, v_window)
+        given = replace(given, window=windows, v_window=v_window)
+        outputs.append(d.bitcast(o, d.I32))
+    return outputs, given.gnorm_w
+
+
+def store_draft(
+    c: _Front, u: Unit, token: int, rows: list[list[Any]], windows: list[list[Any]], v_window: list[Any]
+) -> None:
+    """State rows and v conv windows after a token of the request to its draft states; the key head's first unit also
+    the q and k windows. Nobody reads them in this launch, and they count only once SGLang has accepted the token."""
+    d, g, a = c.d, c.g, c.a
+    place = d.zext(d.uniform(d.load_uniform(a["draft_index"], u.row * 4, d.I32)), d.I64)
+    ssm = place * a["draft_ssm_slot_stride"] + d.zext(a["draft_ssm_token_stride"] * token, d.I64)
+    state_buffer = d.Buffer(a["draft_ssm"] + ssm * d.I64(c.state_size))
+    for i, words in enumerate(rows):
+        state_buffer.store(d.vector_from(words), u.state_offset + i * (g.head_dim * c.state_size))
+    conv = place * a["draft_conv_slot_stride"] + d.zext(a["draft_conv_token_stride"] * token, d.I64)
+    conv_buffer = d.Buffer(a["draft_conv"] + conv * d.I64(BF16_BYTES))
+    channel_stride, tap_stride = a["draft_conv_channel_stride"] * BF16_BYTES, a["draft_conv_tap_stride"] * BF16_BYTES
+
+    def store(channel: Any, taps: list[Any]) -> None:
+        for j, bits in enumerate(taps):
+            conv_buffer.store(d.trunc(bits, d.I16), channel * channel_stride + tap_stride * j)
+
+    with d.if_(d.compare("ult", c.lane & (HALF - 1), d.I32(LANE_COLUMNS))):
+        store(_value_row(c, u) + _own_row(c) + g.v_offset, v_window)
+    with d.if_(d.compare("eq", d.unsigned_divide(u.index, g.heads_per_key * g.units_per_head)[1], d.I32(0))):
+        for i, taps in enumerate(windows):
+            store(_channel(c, u.key_head) + i, taps)
 
 
 def _held_place(c: _Front, u: Unit, word: int) -> Any:
@@ -1423,9 +1606,23 @@ def _own_half(c: _Front, word: Any) -> Any:
     return d.select(odd, d.shift_right_logical(word, d.I32(16)), word & 0xFFFF)
 
 
-def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any, Any]:
-    """Wait "proj": the lane's four q or k channels (two words of bf16 pairs), its v channel (bits), its slice of b
-    (lanes 0..15 of each half) or a (lanes 16..31), f32; with one hop z of its row too, else None."""
+def poll_projections(c: _Front, units: list[Unit]) -> list[tuple[list[Any], Any, Any, Any]]:
+    """Wait "proj", one batch of loads for all `units` (rows of one request): for each the lane's four q or k channels
+    (two words of bf16 pairs), its v channel (bits), its slice of b (lanes 0..15 of each half) or a (lanes 16..31), f32;
+    with one hop z of its row too, else None."""
+    d = c.d
+    if c.key.one_hop:
+        (u,) = units
+        pair, z = _z_of_unit(c, u)
+        low, high, v_word, ba, z_word = c.sync.poll([*_products(c, u), pair], [d.I32, d.I32, d.I32, d.F32, d.I32])
+        return [([low, high], _own_half(c, v_word), ba, z(z_word))]
+    values = c.sync.poll([pair for u in units for pair in _products(c, u)], [d.I32, d.I32, d.I32, d.F32] * len(units))
+    taken = [values[n : n + 4] for n in range(0, len(values), 4)]
+    return [([low, high], _own_half(c, v_word), ba, None) for low, high, v_word, ba in taken]
+
+
+def _products(c: _Front, u: Unit) -> list[tuple[Any, Any]]:
+    """The pairs of a row that its unit awaits."""
     d, g = c.d, c.g
     channel = _channel(c, u.key_head)
     v_channel = _value_row(c, u) + (_own_row(c) & ~1) + g.v_offset
@@ -1433,19 +1630,12 @@ def poll_projections(c: _Front, u: Unit) -> tuple[list[Any], Any, Any, Any]:
     ba_row = u.row * g.ba_rows + is_a * g.value_heads + u.head
     proj = c.region["PROJ"]
     first = _projection_pair(c, u, channel)
-    pairs = [
+    return [
         (proj, first),
         (proj, first + 1),
         (proj, _projection_pair(c, u, v_channel)),
         (c.region["BA"], ba_row * g.ba_slices + (c.lane & (g.ba_slices - 1))),
     ]
-    kinds = [d.I32, d.I32, d.I32, d.F32]
-    if not c.key.one_hop:
-        low, high, v_word, ba = c.sync.poll(pairs, kinds)
-        return [low, high], _own_half(c, v_word), ba, None
-    pair, z = _z_of_unit(c, u)
-    low, high, v_word, ba, z_word = c.sync.poll([*pairs, pair], [*kinds, d.I32])
-    return [low, high], _own_half(c, v_word), ba, z(z_word)
 
 
 def _silu2(c: _Front, value: Any) -> Any:
@@ -1543,18 +1733,11 @@ def _dot_rows(c: _Front, rows: list[list[Any]], other: list[Any]) -> Any:
 
 
 def delta_rule(
-    c: _Front, given: Inputs, q: list[Any], k: list[Any], v: Any, decay: Any, beta: Any
+    c: _Front, state: list[list[Any]], q: list[Any], k: list[Any], v: Any, decay: Any, beta: Any
 ) -> tuple[Any, list[list[Any]]]:
     """S *= decay; S += beta * (v - S k) k^T; o = bf16(S q). Returns o of the lane's own row, and the state rows."""
     d = c.d
-    rows = []
-    for words in given.state:
-        if c.key.state_dtype == "float32":
-            floats = [d.bitcast(word, d.F32) for word in words]
-            state = [d.vector_from(floats[:2]), d.vector_from(floats[2:])]
-        else:
-            state = [c.pair(word) for word in words]
-        rows.append([value * c.splat(decay) for value in state])
+    rows = [[value * c.splat(decay) for value in row] for row in state]
     new = (v - _dot_rows(c, rows, k)) * beta
     for i, row in enumerate(rows):
         own = c.splat(d.dpp(new, _quad_broadcast(i)))
@@ -1562,13 +1745,19 @@ def delta_rule(
     return d.bf16_round(_dot_rows(c, rows, q)), rows
 
 
-def await_squares(c: _Front, u: Unit) -> tuple[Any, Any]:
-    """Wait "onrm": the head's sums of o^2 (ONRM), summed, and z of the lane's row (bf16 value as f32)."""
+def await_squares(c: _Front, units: list[Unit]) -> list[tuple[Any, Any]]:
+    """Wait "onrm", one batch of loads for all `units` (rows of one request): of each the head's sums of o^2 (ONRM),
+    summed, and z of the lane's row (bf16 value as f32)."""
     d, g = c.d, c.g
-    pair, z = _z_of_unit(c, u)
-    sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
-    squares, word = c.sync.poll([(c.region["ONRM"], sums), pair], [d.F32, d.I32])
-    return d.wave_sum(squares, g.units_per_head), z(word)
+    pairs, z_of = [], []
+    for u in units:
+        pair, z = _z_of_unit(c, u)
+        sums = u.row * g.gdn_units + u.head * g.units_per_head + (c.lane & (g.units_per_head - 1))
+        pairs += [(c.region["ONRM"], sums), pair]
+        z_of.append(z)
+    values = c.sync.poll(pairs, [d.F32, d.I32] * len(units))
+    found = zip(values[::2], values[1::2], z_of, strict=True)
+    return [(d.wave_sum(squares, g.units_per_head), z(word)) for squares, word, z in found]
 
 
 def _z_of_unit(c: _Front, u: Unit) -> tuple[tuple[Any, Any], Callable[[Any], Any]]:

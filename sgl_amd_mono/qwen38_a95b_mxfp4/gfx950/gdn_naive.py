@@ -55,8 +55,8 @@ class GdnTrace:
     beta: Tensor  # [S, value_heads]
     o: Tensor  # [S, value_heads, 128]
     core: Tensor  # bf16 [S, value_heads * 128]
-    ssm_rows: Tensor  # [S, value_heads, 128, 128], state after the step, before it is stored (pad rows: undefined)
-    conv_rows: Tensor  # bf16 [S, conv_channels, 3], conv window after the step (pad rows: undefined)
+    ssm_rows: Tensor  # [S, value_heads, 128, 128], state after the row, before it is stored (pad rows: undefined)
+    conv_rows: Tensor  # bf16 [S, conv_channels, 3], conv window after the row (pad rows: undefined)
     live: Tensor  # bool [S], False for pad rows
 
 
@@ -150,6 +150,7 @@ def gdn_front(
     *,
     round_beta: bool = True,
     products: tuple[Tensor, Tensor] | None = None,
+    draft_tokens: int = 0,
 ) -> GdnTrace:
     """K1 of one layer on one rank.
 
@@ -157,33 +158,38 @@ def gdn_front(
     pad row; conv_state bf16 [slots, channels, 3]; ssm_state f32 or bf16 [slots, value_heads, 128, 128].
     `products`: (in_proj_qkvz [S, qkvz_rows], in_proj_ba [S, ba_rows]) to go on from, instead of those computed here: a
     kernel's own, so that a product that lies between two bf16 values does not hide what comes after it.
+    `draft_tokens`: a verify step; the rows of a request are so many tokens, one after another, and `state_index` names
+    requests. The state between two tokens is not rounded to the pool's type, as in SGLang's kernel.
     Nothing is changed in place: the rows after the step are in the trace, `store_rows` writes them into pools.
     """
     g = geometry
-    rows = hidden.shape[0]
-    index = state_index[:rows].long()
-    live = index > 0
-    slot = torch.where(live, index, torch.zeros_like(index))
+    rows, tokens = hidden.shape[0], draft_tokens or 1
+    index = state_index[: rows // tokens].long()
+    slot = torch.where(index > 0, index, torch.zeros_like(index))
+    live = (index > 0).repeat_interleave(tokens)
 
     residual_out, x = residual_and_norm(hidden, residual, weights.norm_w, g.eps)
     proj = project(x, weights.w_qkvz, weights.w_qkvz_scale) if products is None else products[0].double()
     ba = project(x, weights.w_ba, weights.w_ba_scale) if products is None else products[1].double()
 
-    conv_out, conv_rows = conv_update(proj[:, : g.conv_channels], conv_state[slot], weights.conv_w)
+    mixed, window = proj[:, : g.conv_channels], conv_state[slot]
+    conv_out, conv_rows = torch.empty_like(mixed), torch.empty(rows, *window.shape[1:], dtype=torch.bfloat16)
+    for token in range(tokens):
+        at = slice(token, None, tokens)
+        conv_out[at], window = conv_update(mixed[at], window, weights.conv_w)
+        conv_rows[at] = window
     q = l2norm(conv_out[:, : g.key_width].reshape(rows, g.key_heads, g.head_dim)) * g.head_dim**-0.5
     k = l2norm(conv_out[:, g.key_width : 2 * g.key_width].reshape(rows, g.key_heads, g.head_dim))
     v = conv_out[:, 2 * g.key_width :].reshape(rows, g.value_heads, g.head_dim)
 
     decay, beta = gates(ba[:, : g.value_heads], ba[:, g.value_heads :], weights.a_log, weights.dt_bias, round_beta)
     state = ssm_state[slot].double()
-    o, ssm_rows = delta_rule(
-        state,
-        q.repeat_interleave(g.heads_per_key, dim=1),
-        k.repeat_interleave(g.heads_per_key, dim=1),
-        v,
-        decay,
-        beta,
-    )
+    o, ssm_rows = torch.empty_like(v), torch.empty(rows, *state.shape[1:], dtype=torch.float64)
+    q_heads, k_heads = (value.repeat_interleave(g.heads_per_key, dim=1) for value in (q, k))
+    for token in range(tokens):
+        at = slice(token, None, tokens)
+        o[at], state = delta_rule(state, q_heads[at], k_heads[at], v[at], decay[at], beta[at])
+        ssm_rows[at] = state
     z = proj[:, g.z_offset :].reshape(rows, g.value_heads, g.head_dim)
     core = gated_norm(o, z, weights.gnorm_w, g.eps).reshape(rows, g.core_width)
     core = torch.where(live[:, None], core, torch.zeros_like(core)).to(torch.bfloat16)
@@ -196,3 +202,11 @@ def store_rows(trace: GdnTrace, state_index: Tensor, conv_state: Tensor, ssm_sta
         slot = int(state_index[row])
         conv_state[slot] = trace.conv_rows[row]
         ssm_state[slot] = trace.ssm_rows[row].to(torch.float32).to(ssm_state.dtype)
+
+
+def store_drafts(trace: GdnTrace, draft_index: Tensor, draft_conv: Tensor, draft_ssm: Tensor, tokens: int) -> None:
+    """Write the states after every token of the live requests to their places, [place, token], in place."""
+    for row in torch.nonzero(trace.live).flatten().tolist():
+        place, token = int(draft_index[row // tokens]), row % tokens
+        draft_conv[place, token] = trace.conv_rows[row]
+        draft_ssm[place, token] = trace.ssm_rows[row].to(torch.float32).to(draft_ssm.dtype)
