@@ -74,6 +74,8 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "ExecMamba.linear_attn_backend",
         "ExecMamba.linear_attn_decode_backend",
         "ExecMamba.enable_linear_replayssm",
+        "ExecMamba.enable_linear_replayssm_spec",
+        "ExecMamba.linear_attn_verify_backend",
         "ExecMamba.mamba_ssm_dtype",
         "ExecMoe.moe_a2a_backend",
         "ExecMoe.expert_distribution_recorder_mode",
@@ -87,10 +89,12 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "GroupCoordinator.cpu_group",
     ),
     "sglang.srt.distributed": ("tensor_model_parallel_all_reduce",),
-    "sglang.srt.runtime_context": ("get_spec",),
+    "sglang.srt.runtime_context": ("get_spec", "get_exec"),
+    "sglang.srt.layers.attention.linear.gdn_backend": ("GDNAttnBackend.verify_intermediate_state_indices",),
     "sglang.srt.arg_groups.fields.spec": (
         "Spec.speculative_algorithm",
         "Spec.speculative_num_draft_tokens",
+        "Spec.speculative_eagle_topk",
     ),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner": (
         "DecodeCudaGraphRunner._process_output_after_replay(self, output, forward_batch)",
@@ -120,6 +124,8 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
         "MambaPool.State.conv",
         "MambaPool.State.temporal",
         "MambaPool.State.replayssm_d",
+        "MambaPool.SpeculativeState.intermediate_ssm",
+        "MambaPool.SpeculativeState.intermediate_conv_window",
     ),
     "sglang.srt.models.qwen3_5_text": (
         "Qwen3_5MoeForCausalLM.model",

@@ -84,6 +84,21 @@ def verify_tokens() -> int | None:
     return None if config.speculative_algorithm is None else int(config.speculative_num_draft_tokens or 1)
 
 
+def verify_differences() -> list[str]:
+    """What of this server's verify steps a recurrence over a chain of tokens with a state for each does not cover."""
+    from sglang.srt.runtime_context import get_exec, get_spec
+
+    topk, mamba, found = get_spec().speculative_eagle_topk, get_exec().mamba, []
+    if topk != 1:
+        found.append(f"the drafts are no chain (--speculative-eagle-topk {topk})")
+    backend = mamba.linear_attn_verify_backend
+    if backend not in (None, "triton"):
+        found.append(f"the states are kept for --linear-attn-verify-backend {backend}")
+    if mamba.enable_linear_replayssm or mamba.enable_linear_replayssm_spec:
+        found.append("ReplaySSM keeps no state a draft token")
+    return found
+
+
 def text_config(hf_config: Any) -> Any:
     """The language model's config: itself, or the `text_config` of a wrapped one."""
     return getattr(hf_config, "text_config", None) or hf_config
@@ -347,10 +362,14 @@ class LayerState:
     Attributes:
         conv: bf16 [slots, channels, taps - 1], any strides.
         ssm: f32 or bf16 [slots, value heads, V, K], slots dense inside.
+        draft_conv, draft_ssm: the same behind each draft token, [places, tokens, ...]; None where SGLang keeps none.
+            SGLang commits one of a request's tokens to `conv` and `ssm` once it has accepted it.
     """
 
     conv: torch.Tensor
     ssm: torch.Tensor
+    draft_conv: torch.Tensor | None = None
+    draft_ssm: torch.Tensor | None = None
 
 
 class StatePools:
@@ -415,7 +434,9 @@ class StatePools:
             if cache.replayssm_d is not None:
                 fix = "start without --enable-linear-replayssm"
                 reasons[layer].append(reason("states", "a ReplaySSM ring", "states updated in place", fix))
-            states[layer] = LayerState(cache.conv[0], cache.temporal)
+            windows = getattr(cache, "intermediate_conv_window", (None,))
+            drafts = windows[0], getattr(cache, "intermediate_ssm", None)
+            states[layer] = LayerState(cache.conv[0], cache.temporal, *drafts)
             reasons[layer] += self._check(layer, states[layer], slots)
         if lines := by_layer(reasons):
             raise StateLayoutError("the state pools do not fit the kernels:\n  - " + "\n  - ".join(lines))
@@ -424,6 +445,11 @@ class StatePools:
 
     def __getitem__(self, layer: int) -> LayerState:
         return self._states[layer]
+
+    @property
+    def draft_index(self) -> torch.Tensor:
+        """int32: the place of each request of a verify step among the draft states, in the order of the step."""
+        return self._linear.verify_intermediate_state_indices
 
     def track(self, forward_batch: Any, layer: int, indices: torch.Tensor) -> None:
         """After a GDN layer: copy the states that the prefix cache keeps, exactly as SGLang's decode does."""

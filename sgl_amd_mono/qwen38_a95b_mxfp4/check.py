@@ -33,11 +33,14 @@ INDEX = {"k1": "state_index", "k2": "row_index"}
 def kept_before(event: Any) -> Kept:
     """Copies of what a launch reads, and of the state rows that it will overwrite."""
     args, width = event.args, event.width
-    inputs = {"index": args[INDEX[event.kind]][:width].clone(), "residual": _rows(args["residual"], width)}
+    index = args[INDEX[event.kind]]
+    drafts = _drafts(args, width)
+    requests = width if drafts is None else width // drafts[0].shape[1]
+    inputs = {"index": index[:requests].clone(), "residual": _rows(args["residual"], width)}
     if event.kind == "k1":
         inputs["hidden"] = _rows(args["hidden"], width)
         inputs |= _state_rows(args["conv_state"], args["ssm_state"], inputs["index"])
-        inputs |= {"conv_pool": args["conv_state"], "ssm_pool": args["ssm_state"]}
+        inputs |= {"conv_pool": args["conv_state"], "ssm_pool": args["ssm_state"], "drafts": drafts}
     else:
         inputs["core"] = _core(event)
     return Kept(event.kind, event.layer, inputs, event.view, event.forward_batch)
@@ -49,7 +52,9 @@ def kept_after(event: Any, kept: Kept) -> None:
     kept.outputs = {"res_out": _rows(args["residual_out"], width)}
     if event.kind == "k1":
         kept.outputs["core"] = _core(event)
-        kept.outputs |= _state_rows(args["conv_state"], args["ssm_state"], kept.inputs["index"])
+        kept.outputs |= _states_after(
+            args["conv_state"], args["ssm_state"], kept.inputs["index"], kept.inputs["drafts"]
+        )
     else:
         kept.outputs["out"] = _rows(args["out"], width)
 
@@ -74,6 +79,38 @@ def _slots(index: torch.Tensor) -> torch.Tensor:
     return index.clamp(min=0).long()
 
 
+def _drafts(args: Mapping[str, Any], width: int) -> tuple[DraftRows, DraftRows] | None:
+    """A verify step's draft states of its requests, live, [requests, tokens, ...]: (conv, SSM); None in other steps."""
+    if not isinstance(args.get("draft_index"), torch.Tensor):
+        return None
+    conv, ssm = args["draft_conv"], args["draft_ssm"]
+    places = args["draft_index"][: width // conv.shape[1]].long()
+    return DraftRows(conv, places), DraftRows(ssm, places)
+
+
+class DraftRows:
+    """The requests' rows of a tensor [places, tokens, ...]: read as a copy, written in place."""
+
+    def __init__(self, tensor: torch.Tensor, places: torch.Tensor) -> None:
+        self._tensor, self._places = tensor, places
+        self.shape = (len(places), *tensor.shape[1:])
+
+    def read(self) -> torch.Tensor:
+        return self._tensor[self._places]
+
+    def write(self, value: torch.Tensor) -> None:
+        self._tensor[self._places] = value
+
+
+def _states_after(
+    conv: torch.Tensor, ssm: torch.Tensor, index: torch.Tensor, drafts: tuple[DraftRows, DraftRows] | None
+) -> dict[str, torch.Tensor]:
+    """Copies of conv and SSM state behind each row of the step."""
+    if drafts is None:
+        return _state_rows(conv, ssm, index)
+    return {name: rows.read().flatten(0, 1) for name, rows in zip(("conv", "state"), drafts, strict=True)}
+
+
 def _state_rows(conv: torch.Tensor, ssm: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
     slots = _slots(index)
     return {"conv": conv[slots], "state": ssm[slots]}
@@ -95,12 +132,13 @@ def stock_front(kept: Kept) -> dict[str, torch.Tensor]:
     """SGLang's input norm and GDN layer up to out_proj on K1's kept inputs.
 
     Returns:
-        `core`, `res_out`, and the rows of `conv` and `state` after the step, all rows of the step. The pools are as
-        before the call.
+        `core`, `res_out`, and `conv` and `state` behind each row, all rows of the step. The pools, and in a verify step
+        the draft states, are as before the call.
     """
     inputs, layer = kept.inputs, kept.view.module
     conv, ssm, slots = inputs["conv_pool"], inputs["ssm_pool"], _slots(inputs["index"])
-    now = conv[slots], ssm[slots]
+    now, drafts = (conv[slots], ssm[slots]), inputs["drafts"] or ()
+    drafted = [rows.read() for rows in drafts]
     conv[slots], ssm[slots] = inputs["conv"], inputs["state"]
     try:
         hidden = inputs["hidden"].clone()
@@ -110,9 +148,12 @@ def stock_front(kept: Kept) -> dict[str, torch.Tensor]:
             normed, residual = layer.input_layernorm(hidden, inputs["residual"].clone())
         with untouched(kept.forward_batch):
             core = state.gdn_core(kept.view, normed, kept.forward_batch)
-        return {"core": core.clone(), "res_out": residual.clone(), "conv": conv[slots], "state": ssm[slots]}
+        after = _states_after(conv, ssm, inputs["index"], inputs["drafts"])
+        return {"core": core.clone(), "res_out": residual.clone()} | after
     finally:
         conv[slots], ssm[slots] = now
+        for rows, value in zip(drafts, drafted, strict=True):
+            rows.write(value)
 
 
 class StockTail:
@@ -206,8 +247,9 @@ class LayerComparison:
 
     @staticmethod
     def _front(kept: Kept) -> Compared:
-        real = kept.inputs["index"] > 0
         stock = stock_front(kept)
+        rows = len(stock["core"])
+        real = (kept.inputs["index"] > 0).repeat_interleave(rows // len(kept.inputs["index"]))
         outputs = {name: row_differences(kept.outputs[name][real], stock[name][real]) for name in stock}
         pads = (kept.outputs["core"] != 0).flatten(1).any(1) & ~real
         wrong = [(row, "the core of a pad row is not zero") for row in pads.nonzero().flatten().tolist()]

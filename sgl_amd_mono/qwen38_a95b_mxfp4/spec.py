@@ -217,7 +217,7 @@ def _argument_reasons(cfg: Any, config: Any) -> list[str]:
             reason("GDN decode backend", repr(backend), "'triton', whose state layout K1 reads",
                    "--linear-attn-decode-backend triton")
         )  # fmt: skip
-    decodes = cfg.speculative_algorithm is None  # else no K1 is built: SGLang's own GDN keeps the states
+    decodes = cfg.speculative_algorithm is None  # else K1 is built only where it can keep the states as SGLang does
     if decodes and cfg.enable_linear_replayssm:
         reasons.append(
             reason("--enable-linear-replayssm", "on", "off: K1 updates the state in place",
@@ -475,6 +475,7 @@ def make_spec(
             stop=stop,
             name=name,
             verify_tokens=state.verify_tokens(),
+            verify_differences=state.verify_differences() if state.verify_tokens() is not None else (),
             one_hop=flag(ONE_HOP, "K1 leaves the gated norm to K2"),
         )
         if check.asked():

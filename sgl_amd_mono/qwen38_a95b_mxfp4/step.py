@@ -9,8 +9,10 @@ One step of `w` rows, in order:
 3. an attention layer: SGLang's input norm and attention up to o_proj -> core, then K2;
 4. final norm and logits, by SGLang, for every row, padded ones included.
 
-A verify step (NEXTN / MTP, several tokens a request) runs K2 alone: K1 keeps one state a request, and a rejected draft
-token must roll its state back. SGLang's own GDN runs up to out_proj there, and a server that speculates builds no K1.
+A verify step (NEXTN / MTP, several tokens a request) runs the same launches. A rejected draft token must roll its state
+back, so K1 leaves the states as they are and keeps one behind each token where SGLang's pool has a place for it; SGLang
+commits one of them. Where its drafts are no chain, or it keeps the states in another way, no K1 is built, and its own
+GDN runs up to out_proj. A server that speculates builds no launch for decode steps of one token.
 
 All kernels, buffers and argument lists are made once, at build. A step allocates nothing, reads nothing back and counts
 nothing on the host, so it can be captured in a graph. Pointers of weights and pools are read when a kernel is launched.
@@ -42,6 +44,9 @@ K1_SLOT, K2_SLOT = gdn.GdnKey.slot_base, layer.LayerKey.slot_base
 MAX_LAYERS = min(K2_SLOT - K1_SLOT, 255 - K2_SLOT)
 
 RUN, WARM_UP = 1, 0  # the kernels' `mode` argument
+
+#: (conv, SSM) dtypes of the state pools that K1 is tested for.
+K1_STATES = {(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)}
 
 DECODE, VERIFY = "decode", "target_verify"  # the contract's names of a step's mode
 
@@ -175,6 +180,7 @@ class Step:
         keys: Sequence[Any],
         stop: bool,
         modes: tuple[str, ...] = (DECODE, VERIFY),
+        front_tokens: int | None = None,
     ) -> None:
         self.view, self.geometry, self.runtime = view, geometry, runtime
         self.before_launch: list[Callable[[LaunchEvent], None]] = []
@@ -187,6 +193,7 @@ class Step:
         self.original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
         self.peers, self._keys, self._stop, self._modes = peers, tuple(keys), stop, modes
         self._bound_pools = 0  # `pools.found` when K1's arguments were set
+        self._front_tokens = front_tokens  # rows of a request in the steps that K1 is built for; None: it is not
 
     @torch.no_grad()
     def forward(
@@ -238,11 +245,13 @@ class Step:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedding and every layer: (hidden, residual) of the last one."""
         model, verify = self.view.model, key.forward_mode == VERIFY
-        indices = self._pools.begin(key.batch_size, bind=not verify)
+        tokens = key.tokens_per_request if verify else 1
+        front = self._front_tokens == tokens  # fewer drafts than usual: SGLang's own GDN
+        requests = indices = self._pools.begin(key.batch_size, bind=front)
         if self._bound_pools != self._pools.found:
             self._bind_pools()
         if verify and indices is not None:
-            per_request = at.row_index.view(key.batch_size, key.tokens_per_request)
+            per_request = at.row_index.view(key.batch_size, tokens)
             per_request.copy_(indices[: key.batch_size].unsqueeze(1).expand_as(per_request))
             indices = at.row_index
         positions = state.step_positions(model, positions, forward_batch)
@@ -254,8 +263,8 @@ class Step:
         # next one, returns the buffer that it was given or one of its own.
         out, other = at.residuals
         for view in self.view.layers:
-            if view.kind == "gdn" and not verify:
-                core, residual = self._gdn_front(at, view, hidden, residual, out, indices, forward_batch)
+            if view.kind == "gdn" and front:
+                core, residual = self._gdn_front(at, view, hidden, residual, out, requests, forward_batch, verify)
                 out, other = other, out
             else:
                 normed, residual = state.input_norm(view, hidden, residual)
@@ -279,6 +288,7 @@ class Step:
                     conv_channel_stride=conv.stride(1),
                     conv_tap_stride=conv.stride(2),
                     ssm_slot_stride=ssm.stride(0),
+                    **self._drafts(self._pools[number]),
                 )
         self._bound_pools = self._pools.found
 
@@ -289,20 +299,33 @@ class Step:
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         out: torch.Tensor,
-        indices: torch.Tensor,
+        requests: torch.Tensor,
         forward_batch: Any,
+        verify: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K1 of one layer: (core, residual in `out`). Then the prefix cache's copies of the new states."""
+        """K1 of one layer: (core, residual in `out`). Then the prefix cache's copies of the new states; those of a
+        verify step are made by SGLang's commit. `requests`: state index of each request."""
         bound = at.k1[view.layer]
         arguments = bound.arguments
         arguments[K1_HIDDEN] = hidden
         arguments[K1_RESIDUAL] = 0 if residual is None else residual
         arguments[K1_RESIDUAL_OUT] = out
-        arguments[K1_STATE_INDEX] = indices
+        arguments[K1_STATE_INDEX] = requests
         self._launch("k1", bound, out, view, forward_batch)
-        if forward_batch.mamba_track_mask is not None:
-            self._pools.track(forward_batch, view.layer, indices)
+        if forward_batch.mamba_track_mask is not None and not verify:
+            self._pools.track(forward_batch, view.layer, requests)
         return at.core, out
+
+    def _drafts(self, pool: state.LayerState) -> dict[str, Any]:
+        """K1's arguments for the states behind the draft tokens; in decode steps those that `build_step` has set."""
+        if VERIFY not in self._modes or DECODE in self._modes:
+            return {}
+        return {
+            "draft_conv": pool.draft_conv,
+            "draft_ssm": pool.draft_ssm,
+            "draft_index": self._pools.draft_index,
+            **gdn.draft_strides(pool.draft_conv, pool.draft_ssm),
+        }
 
     def _layer_tail(
         self,
@@ -364,14 +387,16 @@ def build_step(
     stop: bool,
     name: str,
     verify_tokens: int | None = None,
+    verify_differences: Sequence[str] = (),
     one_hop: bool = False,
     probe: Callable[[torch.device], bool] | None = None,
 ) -> Step:
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
 
-    With `one_hop` K1 leaves the gated norm to K2, at one hand-off less. With `verify_tokens` the server runs verify
-    steps of so many tokens a request, and no K1 is built. `probe` says whether SGLang's packed decode rounds beta, as
-    K1 then does (default: `stock_probe.rounds_beta`).
+    With `verify_tokens` the server runs verify steps of so many tokens a request; K1 is built for them unless there are
+    `verify_differences`, which say why it cannot run them. With `one_hop` K1 leaves the gated norm to K2 in decode
+    steps, at one hand-off less. `probe` says whether SGLang's packed decode rounds beta, as K1 then does in decode
+    steps (default: `stock_probe.rounds_beta`); SGLang's verify kernel does not round it.
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
@@ -386,8 +411,12 @@ def build_step(
     ssm_dtype = str(state.pool_dtypes(None, hf_config)[1]).removeprefix("torch.")
     runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
 
-    with_k1 = verify_tokens is None
-    asks = with_k1 and any(v.kind == "gdn" for v in view.layers)
+    conv_dtype, state_dtype = state.pool_dtypes(None, hf_config)
+    if verify_tokens is not None and (conv_dtype, state_dtype) not in K1_STATES:
+        verify_differences = [*verify_differences, f"the states are {conv_dtype} (conv) and {state_dtype} (SSM)"]
+    with_k1 = verify_tokens is None or not verify_differences
+    one_hop = one_hop and verify_tokens is None
+    asks = with_k1 and verify_tokens is None and any(v.kind == "gdn" for v in view.layers)
     round_beta = agree(group, f"{name}: the probe of SGLang's packed decode", lambda: asks and probe(device))
 
     def k1_key(layer_: state.GdnView, width: int) -> gdn.GdnKey:
@@ -401,6 +430,7 @@ def build_step(
             stop=stop,
             qkvz_format=_format(layer_.qkvz),
             ba_format=_format(layer_.ba),
+            draft_tokens=verify_tokens or 0,
         )
 
     # one K1 for a first layer without residual, one for the others, of each mix of formats that a layer has
@@ -454,6 +484,7 @@ def build_step(
                 fixed = shared | _k1_weights(v)
                 fixed |= {"layer_slot": K1_SLOT + v.layer, "scratch": k1_scratch, "core": at.core}
                 fixed |= {"z": at.z, "squares": at.squares} | parts
+                fixed |= {"draft_conv": 0, "draft_ssm": 0, "draft_index": 0} | gdn.draft_strides(None, None)
                 at.k1[v.layer] = BoundLaunch(kernels[key], v.layer, [n for n, _ in gdn.ABI], fixed)
             fixed = shared | _k2_weights(v)
             fixed |= {
@@ -472,8 +503,12 @@ def build_step(
 
     bound = agree(group, f"{name}: buffers", lambda: {width: bind(width) for width in widths})
     agree(group, f"{name}: warm-up", lambda: _warm_up(runtime, bound, kernels))
-    pools = state.StatePools(view.gdn_layers, lambda _, found, slots: pool_reasons(found, geometry, ssm_dtype, slots))
-    logger.info("rank %d: %s: %s", group.rank, name, describe_launches(kernels, verify_tokens))
+
+    def pools_fit(_: int, found: state.LayerState, slots: int) -> list[str]:
+        return pool_reasons(found, geometry, ssm_dtype, slots, verify_tokens)
+
+    pools = state.StatePools(view.gdn_layers, pools_fit)
+    logger.info("rank %d: %s: %s", group.rank, name, describe_launches(kernels, verify_tokens, verify_differences))
     return Step(
         view=view,
         original=model.forward,
@@ -485,11 +520,14 @@ def build_step(
         peers=peers,
         keys=keys,
         stop=stop,
-        modes=(DECODE, VERIFY) if with_k1 else (VERIFY,),
+        modes=(DECODE, VERIFY) if verify_tokens is None else (VERIFY,),
+        front_tokens=(verify_tokens or 1) if with_k1 else None,
     )
 
 
-def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) -> str:
+def describe_launches(
+    kernels: Mapping[Any, Kernel], verify_tokens: int | None, verify_differences: Sequence[str] = ()
+) -> str:
     """One line: the launches that were built, with their widths and what they occupy (largest over the widths)."""
     groups: dict[str, list[Any]] = {}
     for key in kernels:
@@ -499,6 +537,8 @@ def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) 
         packed = [name for name, form in forms.items() if getattr(key, form, gdn.BF16) == gdn.MXFP4]
         states += f", MXFP4 {' and '.join(packed)}" if packed else ""
         states += ", shared expert fused" if getattr(key, "fused_shared", False) else ""
+        tokens = getattr(key, "draft_tokens", 0)
+        states += f", {tokens} draft tokens a request" if tokens else ""
         groups.setdefault(key.launch + first + states, []).append(key)
     parts = []
     for launch, keys in sorted(groups.items()):
@@ -509,9 +549,9 @@ def describe_launches(kernels: Mapping[Any, Kernel], verify_tokens: int | None) 
             text += f" ({most['vgprs']} VGPRs, {most['sgprs']} SGPRs, {most['lds_bytes']} B of LDS"
             text += f", {artifacts[0].grid} x {artifacts[0].block} threads)"
         parts.append(text)
-    if verify_tokens is not None:
+    if verify_tokens is not None and verify_differences:
         parts.append(
-            f"no k1: steps verify {verify_tokens} tokens a request, and k1 keeps no state a draft token; "
+            f"no k1 for the steps that verify {verify_tokens} tokens a request: {'; '.join(verify_differences)}; "
             "SGLang's own GDN runs up to out_proj"
         )
     return "; ".join(parts)
@@ -614,8 +654,10 @@ def agree(group: state.RankGroup, what: str, action: Callable[[], Any]) -> Any:
     return value
 
 
-def pool_reasons(found: state.LayerState, g: Geometry, ssm_dtype: str, slots: int) -> list[str]:
-    """Why K1 cannot read a layer's state pools; empty where it can."""
+def pool_reasons(
+    found: state.LayerState, g: Geometry, ssm_dtype: str, slots: int, draft_tokens: int | None = None
+) -> list[str]:
+    """Why K1 cannot read a layer's state pools, or keep a state for each of `draft_tokens`; empty where it can."""
     no_flag = "start without --enable-amd-monokernel"
     conv, ssm = found.conv, found.ssm
     wrong = []
@@ -633,4 +675,23 @@ def pool_reasons(found: state.LayerState, g: Geometry, ssm_dtype: str, slots: in
         found_text = f"strides {list(ssm.stride())}, address {ssm.data_ptr():#x}"
         need = "dense slots that start at a multiple of 16 bytes"
         wrong.append(reason("SSM state", found_text, need, no_flag))
+    return wrong + ([] if draft_tokens is None else _draft_reasons(found, g, ssm_dtype, draft_tokens))
+
+
+def _draft_reasons(found: state.LayerState, g: Geometry, ssm_dtype: str, tokens: int) -> list[str]:
+    no_flag, wrong = "start without --enable-amd-monokernel", []
+    shapes = {
+        "draft conv states": (found.draft_conv, (g.conv_channels, g.conv_width - 1), torch.bfloat16),
+        "draft SSM states": (found.draft_ssm, (g.value_heads, g.head_dim, g.head_dim), getattr(torch, ssm_dtype)),
+    }
+    for name, (tensor, shape, dtype) in shapes.items():
+        need = f"{dtype} [places, at least {tokens} tokens, {', '.join(map(str, shape))}]"
+        if tensor is None:
+            wrong.append(reason(name, "none", need, no_flag))
+        elif tensor.dtype is not dtype or tuple(tensor.shape[2:]) != shape or tensor.shape[1] < tokens:
+            wrong.append(reason(name, f"{tensor.dtype} {list(tensor.shape)}", need, no_flag))
+    ssm = found.draft_ssm
+    if not wrong and (not ssm[0, 0].is_contiguous() or ssm.stride(0) % 4 or ssm.stride(1) % 4 or ssm.data_ptr() % 16):
+        found_text = f"strides {list(ssm.stride())}, address {ssm.data_ptr():#x}"
+        wrong.append(reason("draft SSM states", found_text, "dense states at multiples of 16 bytes", no_flag))
     return wrong

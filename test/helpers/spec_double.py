@@ -114,8 +114,13 @@ class DoubleRuntime:
         residual = None if key.first_layer else a["residual"]
         rows = a["residual_out"].shape[0]
         hidden, states = a["hidden"][:rows], (a["conv_state"], a["ssm_state"])
-        trace = gdn_naive.gdn_front(key.geometry, weights, hidden, residual, a["state_index"], *states)
-        gdn_naive.store_rows(trace, a["state_index"], *states)
+        how = {"round_beta": key.round_beta, "draft_tokens": key.draft_tokens}
+        trace = gdn_naive.gdn_front(key.geometry, weights, hidden, residual, a["state_index"], *states, **how)
+        if key.draft_tokens:
+            drafts = a["draft_index"], a["draft_conv"], a["draft_ssm"]
+            gdn_naive.store_drafts(trace, *drafts, key.draft_tokens)
+        else:
+            gdn_naive.store_rows(trace, a["state_index"], *states)
         a["core"].copy_(trace.core)
         a["residual_out"].copy_(trace.residual_out)
 

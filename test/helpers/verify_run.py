@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify steps on SGLang's own model of the `small` geometry: `python verify_run.py FOLDER RUNTIME`, JSON out.
+"""Verify steps on SGLang's own model of the `small` geometry: `python verify_run.py FOLDER RUNTIME FRONT`, JSON out.
 
 A TARGET_VERIFY batch of 4 tokens a request is built by hand (no draft model runs): a chain of draft tokens behind each
 request's prefix. The model is loaded with SGLang's speculative arguments, so its pools hold a state a draft token.
-RUNTIME: `double` or `simulator`. PyTorch stands in for the two Triton kernels that SGLang's verify GDN calls.
+RUNTIME: `double` or `simulator`. FRONT: `k1`, or `stock` for a server whose verify steps K1 does not cover. PyTorch
+stands in for the two Triton kernels that SGLang's verify GDN calls; SGLang's own code commits the accepted states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ARGUMENTS = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3",
 
 
 def conv_update(original: Any) -> Any:
-    """`causal_conv1d_update` of [rows, channels, tokens]: windows go to the intermediate buffer, states stay."""
+    """`causal_conv1d_update` of [rows, channels, tokens]: the window behind each token goes to the intermediate buffer,
+    the last one also to the state, as the kernel does it: the commit writes over that."""
     from sgl_amd_mono.simulate import gdn_standin
 
     def update(x: Any, state: Any, weight: Any, bias: Any, activation: Any, **more: Any) -> Any:
@@ -41,13 +43,16 @@ def conv_update(original: Any) -> Any:
                 x[..., token].contiguous(), scratch, weight, bias, activation, conv_state_indices=rows
             )
             windows[places, token] = scratch
+        live = slots >= 0
+        state[slots[live]] = scratch[live]
         return out
 
     return update
 
 
 def gated_delta_update(**a: Any) -> Any:
-    """`fused_sigmoid_gating_delta_rule_update` in its verify form: a state a token to the intermediate buffer."""
+    """`fused_sigmoid_gating_delta_rule_update` in its verify form: the state behind each token to the intermediate
+    buffer, the state carried in float32, beta not rounded."""
     from sgl_amd_mono.simulate import gdn_standin
 
     q, k, v = (a[name][0] for name in ("q", "k", "v"))
@@ -55,12 +60,13 @@ def gated_delta_update(**a: Any) -> Any:
     bounds = a["cu_seqlens"].tolist()
     out = torch.zeros_like(a["v"])
     for sequence, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        state = a["initial_state_source"][slots[sequence]].clone().unsqueeze(0)
+        state = a["initial_state_source"][slots[sequence]].float().unsqueeze(0)
         for step, token in enumerate(range(begin, end)):
             row = torch.cat([t[token].flatten() for t in (q, k, v)]).unsqueeze(0)
             o = v.new_zeros(1, 1, *v.shape[1:])
             gdn_standin.packed_decode(
-                row, a["a"].view(-1, v.shape[1])[token : token + 1], a["b"].view(-1, v.shape[1])[token : token + 1],
+                row, a["a"].view(-1, v.shape[1])[token : token + 1],
+                a["b"].view(-1, v.shape[1])[token : token + 1].float(),
                 A_log=a["A_log"], dt_bias=a["dt_bias"], scale=q.shape[-1] ** -0.5, initial_state=state, out=o,
                 ssm_state_indices=torch.zeros(1, dtype=torch.int32), use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
@@ -69,7 +75,11 @@ def gated_delta_update(**a: Any) -> Any:
     return out
 
 
-def load(folder: Path, runtime: str) -> tuple[Any, Any]:
+#: Why K1 does not cover the verify steps of a server, where FRONT is `stock`.
+DIFFERENCE = "the drafts are no chain (--speculative-eagle-topk 2)"
+
+
+def load(folder: Path, runtime: str, front: str) -> tuple[Any, Any]:
     """(SglangModel, the plugin's Step), started with the speculative arguments."""
     from helpers import spec_double
     from sgl_amd_mono.simulate import harness, runner
@@ -78,6 +88,10 @@ def load(folder: Path, runtime: str) -> tuple[Any, Any]:
         from sgl_amd_mono.common.runtime import simulator_runtime
 
         spec_double.FACTORY = simulator_runtime
+    if front == "stock":
+        from sgl_amd_mono.common import state
+
+        state.verify_differences = lambda: [DIFFERENCE]
     plain = runner.server_arguments
     runner.server_arguments = lambda *args: [*plain(*args), *ARGUMENTS]
     harness.prepare()
@@ -139,17 +153,32 @@ class Verify:
         )  # fmt: skip
 
     def __call__(self, forward: Any, requests: int, pads: int = 0) -> dict[str, Any]:
-        """Logits of every draft token, the states behind each of them, and the states that a rejection keeps."""
+        """Logits of every draft token, the states behind each of them, and the states before and after SGLang commits
+        the first token of each request (all drafts rejected), or a part of them."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         batch = self.batch(requests, pads)
         runner = self.loaded.model_runner
         cache = runner.req_to_token_pool.mamba_pool.mamba_cache
         cache.intermediate_ssm.zero_(), cache.intermediate_conv_window[0].zero_()
+        before = cache.conv[0].clone(), cache.temporal.clone()
         with forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=batch), torch.no_grad():
             runner.attn_backend.init_forward_metadata(batch)
             out = forward(batch.input_ids, batch.positions, batch)
+        slots = runner.attn_backend.linear_attn_backend.forward_metadata.mamba_cache_indices[:requests]
+        left = cache.conv[0].clone(), cache.temporal.clone()
+        committed = {}
+        for name, steps in ACCEPTED.items():
+            cache.conv[0].copy_(left[0]), cache.temporal.copy_(left[1])
+            for states, drafts in ((cache.temporal, cache.intermediate_ssm),
+                                   (cache.conv[0], cache.intermediate_conv_window[0])):  # fmt: skip
+                steps_of = torch.tensor(steps[:requests])
+                runner.attn_backend._scatter_speculative_state_with_mask(states, drafts, slots, steps_of)
+            committed[name] = {"conv": cache.conv[0][:, slots.long()], "ssm": cache.temporal[:, slots.long()]}
+        cache.conv[0].copy_(left[0]), cache.temporal.copy_(left[1])
         return {
+            "kept": [torch.equal(a, b) for a, b in zip(before, left, strict=True)],
+            "committed": committed,
             "logits": out.next_token_logits[: requests * TOKENS].clone(),
             "conv": cache.conv[0].clone(),
             "ssm": cache.temporal.clone(),
@@ -159,15 +188,30 @@ class Verify:
         }
 
 
+#: Of two requests, the last accepted token (0: the one that is no draft).
+ACCEPTED = {"all rejected": [0, 0], "a part": [1, 3]}
+
+
+def compared(on: dict[str, torch.Tensor], off: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Committed states with the plugin beside those without it: bits of the first layer and of all, least cosine."""
+    found: dict[str, Any] = {}
+    for key in on:
+        a, b = (states[key].double().flatten(2) for states in (on, off))
+        found[f"{key} equal"] = bool(torch.equal(a, b))
+        found[f"{key} equal in the first layer"] = bool(torch.equal(a[0], b[0]))
+        found[f"{key} cosine"] = float(torch.nn.functional.cosine_similarity(a, b, dim=-1).min())
+    return found
+
+
 def main() -> int:
-    folder, runtime = Path(sys.argv[1]), sys.argv[2]
+    folder, runtime, front = Path(sys.argv[1]), *sys.argv[2:]
     from helpers.check_run import Lines
 
     log = Lines()
     for name in ("sgl_amd_mono.common.check", "sgl_amd_mono.qwen38_a95b_mxfp4.step"):
         logging.getLogger(name).addHandler(log)
         logging.getLogger(name).setLevel(logging.INFO)
-    loaded, step = load(folder, runtime)
+    loaded, step = load(folder, runtime, front)
     built = next(line for line in log.lines if "k2, widths" in line)
     verify = Verify(loaded, step)
     found: dict[str, Any] = {"built": built, "launches": sorted(key.launch for key in step._keys)}
@@ -175,11 +219,11 @@ def main() -> int:
         log.lines.clear()
         steps = step.steps
         on, off = verify(verify.installed, requests, pads), verify(step.original, requests, pads)
-        case = {key: bool(torch.equal(on[key], off[key])) for key in ("conv", "ssm")}
-        first = {key: bool(torch.equal(on[key][0], off[key][0])) for key in ("drafts", "windows")}
+        first = {key: bool(torch.equal(on[key][0, :requests], off[key][0, :requests])) for key in ("drafts", "windows")}
         found[name] = {
             "steps": step.steps - steps,
-            "states as before": case,
+            "states left alone": on["kept"],
+            "committed": {name: compared(on["committed"][name], off["committed"][name]) for name in ACCEPTED},
             "draft states of the first layer": first,
             "draft states written": int((on["drafts"] != 0).flatten(3).any(-1).sum()),
             "logits": float((on["logits"] - off["logits"]).abs().max() / off["logits"].abs().max()),
@@ -191,7 +235,10 @@ def main() -> int:
     before = verify(verify.installed, 2)
     DRAFTS[0][1] = 9
     after = verify(verify.installed, 2)
-    found["control"] = {key: bool(torch.equal(before[key], after[key])) for key in ("conv", "ssm", "drafts", "logits")}
+    found["control"] = {key: bool(torch.equal(before[key], after[key])) for key in ("drafts", "logits")}
+    # only what depends on the other draft differs: nothing of a request whose drafts were all rejected
+    for name in ACCEPTED:
+        found["control"] |= {name: bool(torch.equal(before["committed"][name]["ssm"], after["committed"][name]["ssm"]))}
     print(json.dumps(found))
     return 0
 
