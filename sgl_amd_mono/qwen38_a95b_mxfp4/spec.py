@@ -45,7 +45,8 @@ API_VERSION = 1
 #: Rows of a step that the kernels are built for. SGLang captures each of them below its ceiling.
 WIDTHS = tuple(range(1, 9))
 
-#: SGLang features that are served. Speculative decoding: K2 runs the verify steps. Each other is refused at start.
+#: SGLang features that are served. Speculative decoding: K2 runs the verify steps, K1 those of chains. Each other is
+#: refused at start.
 FEATURES: frozenset[Feature] = frozenset({Feature.SPECULATIVE_DECODING})
 
 #: The noise floor: how far the order of float32 sums alone moves a row of an output, roundings to bf16 included, as
