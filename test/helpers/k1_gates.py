@@ -17,6 +17,8 @@ CORE_REL_L2 = 1e-3  # of a launch, and of a row given its products: 25 times 4e-
 CORE_COSINE = 0.999999  # 1 - cosine: once the floor of 1e-6
 # Of a row, given its products: 100 times 3e-8 (one v on the other side of a bf16 step gives 1e-6), 100 times 1e-5.
 STATE_REL_L2 = {torch.float32: 3e-6, torch.bfloat16: 1e-3}
+# Of a row of a verify step: one k on the other side of a bf16 step gives 1e-5, and with more tokens there is one.
+VERIFY_STATE_REL_L2 = 5e-5
 PRODUCT_REL_L2 = 2e-3  # of a row: room for one x that falls to the other side of a bf16 step, which is the floor
 DEVICE_HOPS = 2  # at every width, also where a wave has units of several rows
 OUTPUTS = ("core", "residual", "conv", "ssm")
@@ -94,6 +96,8 @@ def failures(case: K1Case, before: Before) -> list[str]:
         want = own.ssm_rows[live].to(torch.float32).to(case.ssm_state.dtype)
         error = relative_l2(ssm, want)
         bound = STATE_REL_L2[want.dtype]
+        if case.key.draft_tokens:
+            bound = max(bound, VERIFY_STATE_REL_L2)
         if not bool((error <= bound).all()):
             out.append(f"SSM state: relative L2 {error.max():.3g} > {bound}")
         if not same_bits(conv, own.conv_rows[live]):
