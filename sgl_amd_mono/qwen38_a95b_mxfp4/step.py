@@ -318,7 +318,7 @@ class Step:
 
     def _drafts(self, pool: state.LayerState) -> dict[str, Any]:
         """K1's arguments for the states behind the draft tokens; in decode steps those that `build_step` has set."""
-        if VERIFY not in self._modes or DECODE in self._modes:
+        if DECODE in self._modes:
             return {}
         return {
             "draft_conv": pool.draft_conv,
