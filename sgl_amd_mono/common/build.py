@@ -24,7 +24,6 @@ rename, so a killed builder leaves nothing behind but its lock file, which the n
 from __future__ import annotations
 
 import ast
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -33,7 +32,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -44,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sgl_amd_mono.common import build_pool
 from sgl_amd_mono.common.flydsl_version import installed
 
 Abi = tuple[tuple[str, str], ...]
@@ -57,6 +56,7 @@ CACHE_FORMAT = 1
 CODE_ENVIRONMENT = ("FLYDSL_COMPILE_OPT_LEVEL", "FLYDSL_DEBUG_ENABLE_DEBUG_INFO")  # FlyDSL's variables that change code
 LOCK_LIMIT_S = 1800.0  # a build takes seconds; a lock held this long has a stopped holder
 LOCK_POLL_S = 0.05
+MOST_PROCESSES = 16  # of half a GiB each
 
 
 class BuildError(RuntimeError):
@@ -257,28 +257,22 @@ def build_all(
     unique = list(dict.fromkeys(keys))
     folder = cache_dir or default_cache_dir()
     missing = [k for k in unique if not cache_entry(k, binary=binary, folder=folder).exists()]
-    count = min(len(missing), processes or os.cpu_count() or 1)
-    if multiprocessing.current_process().daemon:
-        count = 1  # a daemonic process may not have children
+    count = min(len(missing), processes or build_pool.cores(), MOST_PROCESSES)
+    if any(type(key).__module__ == "__main__" for key in missing):
+        count = 1  # another process cannot import them
     if count > 1:
-        # spawn: a forked child would inherit FlyDSL's and torch's threads.
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
-            jobs = {pool.submit(_build_in_child, k, binary, str(folder)): k for k in missing}
-            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-                job.result()
-                if progress:
-                    progress(f"built {done}/{len(missing)}: {jobs[job].name}")
+        # the widest first: the last to be taken is a short one
+        missing.sort(key=lambda key: getattr(key, "width", 0), reverse=True)
+        done = build_pool.build_parallel(missing, count, binary=binary, folder=folder)
+        for number, key in enumerate(done, 1):
+            if progress:
+                progress(f"built {number}/{len(missing)}: {key.name}")
     artifacts = {}
     for key in unique:
         artifacts[key] = build(key, binary=binary, cache_dir=folder)
         if progress and count <= 1 and key in missing:
             progress(f"built {key.name}")
     return [artifacts[k] for k in keys]
-
-
-def _build_in_child(key: BuildKey, binary: bool, folder: str) -> None:
-    build(key, binary=binary, cache_dir=Path(folder))
 
 
 def refuse_resources(artifact: Artifact) -> None:

@@ -109,6 +109,25 @@ def argument_values(kernel: Kernel, args: Sequence[Any]) -> list[int]:
     return values
 
 
+def build_on_rank_0(group: Group, build: Callable[[], Any]) -> None:
+    """Run ``build`` on rank 0 while the others wait for it; ``LaunchError`` on all of them where it failed or ended."""
+    problem = None
+    if group.rank == 0:
+        try:
+            build()
+        except Exception as error:  # the other ranks wait in the exchange below
+            problem = f"{type(error).__name__}: {error}"
+    try:
+        problem = group.all_gather(problem)[0]
+    except RuntimeError as error:  # torch's: a process of the group is gone
+        raise LaunchError(
+            f"rank {group.rank} waited for rank 0 to build the kernels, and the group broke ({error}); needed: that "
+            "every rank lives; fix: see the log of the rank that ended"
+        ) from error
+    if problem:
+        raise LaunchError(f"building the kernels failed on rank 0: {problem}")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Faults
 # ---------------------------------------------------------------------------------------------------------------
@@ -171,16 +190,7 @@ class HipRuntime:
 
     def build(self, keys: Sequence[BuildKey]) -> list[Kernel]:
         """Rank 0 compiles what the cache lacks while the others wait; then every rank loads from the cache."""
-        group = self._request.group
-        problem = None
-        if group.rank == 0:
-            try:
-                building.build_all(keys, binary=True)
-            except Exception as error:  # the other ranks wait in the exchange below
-                problem = f"{type(error).__name__}: {error}"
-        problem = group.all_gather(problem)[0]
-        if problem:
-            raise LaunchError(f"building the kernels failed on rank 0: {problem}")
+        build_on_rank_0(self._request.group, lambda: building.build_all(keys, binary=True))
         kernels = []
         for key in keys:
             artifact = building.build(key, binary=True)

@@ -39,6 +39,7 @@ from sgl_amd_mono.common.runtime import (
     LaunchError,
     RuntimeRequest,
     argument_values,
+    build_on_rank_0,
     deadline_ticks,
 )
 from sgl_amd_mono.common.sync import ERROR_OFFSET, FAULT_BLOCK_BYTES, FaultState, decode_fault_block
@@ -773,15 +774,7 @@ class SimulatorRuntime:
 
     def build(self, keys: Sequence[BuildKey]) -> list[Kernel]:
         """Compile or take from the cache; rank 0 compiles while the others wait."""
-        problem = None
-        if self._group.rank == 0:
-            try:
-                building.build_all(keys, processes=self._processes)
-            except Exception as error:  # the other ranks wait in the exchange below
-                problem = f"{type(error).__name__}: {error}"
-        problem = self._group.all_gather(problem)[0]
-        if problem:
-            raise LaunchError(f"building the kernels failed on rank 0: {problem}")
+        build_on_rank_0(self._group, lambda: building.build_all(keys, processes=self._processes))
         self._space.name_peers(keys)
         kernels = []
         for key in keys:

@@ -498,6 +498,26 @@ class GreedyKey(BuildKey):
         return kernel
 
 
+@dataclass(frozen=True)
+class FailingKey(GreedyKey):
+    """A kernel whose compilation ends its process (``how`` "dies") or takes a minute ("sleeps")."""
+
+    how: str = "dies"
+    width: int = 8  # taken first
+
+    def body(self) -> Callable[..., None]:
+        import os
+        import signal
+        import time
+
+        def kernel(x: Any, out: Any) -> None:
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+        return kernel
+
+
 def simulated_keys() -> list[BuildKey]:
     """Every kernel that a test executes on the simulator."""
     rings = [RingKey(), RingKey(ranks=2), RingKey(ranks=2, stop=True), RingKey(blocks=2, wrong_tag=True)]

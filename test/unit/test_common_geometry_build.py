@@ -297,14 +297,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
             building.build(Key(), cache_dir=folder)
 
 
-def test_a_daemonic_process_builds_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
-    monkeypatch.setattr(building, "compile_artifact", lambda key, binary: artifact_of())
-    said: list[str] = []
-    assert len(building.build_all([Key(), Key(width=2)], cache_dir=tmp_path, processes=2, progress=said.append)) == 2
-    assert said == [f"built {Key().name}", f"built {Key(width=2).name}"]
-
-
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_AMD_MONO_CACHE_DIR", "/named")
     assert building.default_cache_dir() == Path("/named/kernels")

@@ -267,17 +267,18 @@ def test_bad_launches_name_the_argument() -> None:
 
 
 def test_rank_0_builds_for_all_and_its_failure_reaches_all(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = ThreadGroup.make(2)
-    runtimes = [hip_runtime(rank, groups[rank])[0] for rank in range(2)]
-    kernels = on_every_rank(2, lambda rank: runtimes[rank].build([FrontKey(), TailKey()]))
-    assert [len(k) for k in kernels] == [2, 2]
-    assert built.count(("build_all", 2, True)) == 1 and built.count(("build", True)) == 4
+    ranks = 8
+    groups = ThreadGroup.make(ranks)
+    runtimes = [hip_runtime(rank, groups[rank])[0] for rank in range(ranks)]
+    kernels = on_every_rank(ranks, lambda rank: runtimes[rank].build([FrontKey(), TailKey()]))
+    assert [len(k) for k in kernels] == [2] * ranks
+    assert built.count(("build_all", 2, True)) == 1 and built.count(("build", True)) == 2 * ranks
 
     def broken(keys: Any, binary: bool) -> None:
         raise building.BuildError("lld invocation failed")
 
     monkeypatch.setattr(building, "build_all", broken)
-    problems = on_every_rank(2, lambda rank: runtimes[rank].build([FrontKey()]))
+    problems = on_every_rank(ranks, lambda rank: runtimes[rank].build([FrontKey()]))
     assert all("failed on rank 0: BuildError: lld invocation failed" in str(p) for p in problems)
 
 
