@@ -33,7 +33,10 @@ pytestmark = pytest.mark.xdist_group("big")
 
 
 #: The projections that are MXFP4 in one of the models: every mix over its three GDN layers.
-MXFP4 = r"\.0\.linear_attn\.in_proj|\.1\.linear_attn\.in_proj_(qkv|z)$|\.2\.linear_attn\.in_proj_(b|a)$"
+MXFP4 = (
+    r"\.0\.linear_attn\.in_proj|\.1\.linear_attn\.in_proj_(qkv|z)$|\.2\.linear_attn\.(in_proj_(b|a)|out_proj)$"
+    r"|\.3\.self_attn\.o_proj$"
+)
 
 
 def run(folder: Path, runtime: str, cases: list[str], *mxfp4: str, **environment: str) -> dict[str, Any]:
@@ -68,7 +71,9 @@ def simulated_rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("mxfp4"), "simulator", ["formats", "1 row", "3 rows", "code"], MXFP4)
+    return run(
+        tmp_path_factory.mktemp("mxfp4"), "simulator", ["formats", "1 row", "3 rows", *check_run.MXFP4_MISTAKES], MXFP4
+    )
 
 
 def within_bounds(found: dict[str, Any], rows: int) -> None:
@@ -99,10 +104,13 @@ def test_wider_batches_on_the_simulator(simulated_rest: dict[str, Any], case: st
 def test_mxfp4_projections_on_the_simulator(mxfp4: dict[str, Any]) -> None:
     """The launches beside SGLang's own Quark linear, which the checkpoint's exclude list gives to some projections."""
     bf16, packed = "bfloat16", "mxfp4"
-    assert mxfp4["formats"] == {"0": [packed, packed], "1": [packed, bf16], "2": [bf16, packed]}
+    assert mxfp4["formats"] == {
+        "0": [packed, packed, bf16], "1": [packed, bf16, bf16], "2": [bf16, packed, packed], "3": [packed]
+    }  # fmt: skip
     for case in ("1 row", "3 rows"):
         within_bounds(mxfp4[case], BATCHES[case])
-    stopped(mxfp4["code"], "code")
+    for name in check_run.MXFP4_MISTAKES:
+        stopped(mxfp4[name], name)
 
 
 #: planted mistake -> the line that must stop the server: layer, launch, row, metric, bound
@@ -111,6 +119,7 @@ LINES = {
     "scale": r"layer 2, launch k2, row \d: k2\.out\.rel = \d[\d.]*, bound 0\.15",
     "residual": r"layer 2, launch k1, row \d: k1\.res_out\.max_abs = 0\.\d+, bound 0",
     "code": r"layer 1, launch k1, row \d: k1\.core\.cosine = -?0\.\d+, bound 0\.9999",
+    "code of K2": r"layer 3, launch k2, row \d: k2\.(out|res_out)\.\w+ = -?\d[\d.]*, bound 0\.\d+",
     "residual of K2": r"layer 1, launch k2, row \d: k2\.res_out\.rel = 0\.\d+, bound 0\.02",
     "state row": r"layer 0, launch k1, row 1: k1\.state\.cosine = 0\.\d+, bound 0\.9999",
 }

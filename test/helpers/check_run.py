@@ -97,7 +97,10 @@ MISTAKES: dict[str, tuple[str, int, str, Callable[[torch.Tensor], torch.Tensor]]
     "residual of K2": ("k2", 1, "residual", lambda t: t * 1.05),
     "state row": ("k1", 0, "ssm_state", lambda t: t),
 }
-MXFP4_MISTAKES = {"code": ("k1", 1, "w_qkvz_scale", lambda t: t.roll(1, 1))}
+MXFP4_MISTAKES = {
+    "code": ("k1", 1, "w_qkvz_scale", lambda t: t.roll(1, 1)),
+    "code of K2": ("k2", 3, "w_o_scale", lambda t: t.roll(1, 1)),
+}
 
 
 def mistake(name: str) -> Callable[[Bench], Any]:
@@ -287,9 +290,12 @@ def installed(bench: Bench) -> Any:
 
 
 def formats(bench: Bench) -> Any:
-    """Layer -> the formats of its K1, as the step has bound it, of width 1."""
-    bound = bench.step._widths[1].k1
-    return {layer: [at.kernel.key.qkvz_format, at.kernel.key.ba_format] for layer, at in bound.items()}
+    """Layer -> the formats of its K1 (GDN layers) and of its K2, as the step has bound them, of width 1."""
+    bound = bench.step._widths[1]
+    found = {layer: [at.kernel.key.projection] for layer, at in bound.k2.items()}
+    for layer, at in bound.k1.items():
+        found[layer] = [at.kernel.key.qkvz_format, at.kernel.key.ba_format, *found[layer]]
+    return found
 
 
 CASES: dict[str, Callable[[Bench], Any]] = {
@@ -302,7 +308,7 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "replay": replay,
     **{name: mistake(name) for name in MISTAKES},
     "formats": formats,
-    "code": mistake("code"),
+    **{name: mistake(name) for name in MXFP4_MISTAKES},
 }
 
 

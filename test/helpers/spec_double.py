@@ -129,11 +129,12 @@ class DoubleRuntime:
         rows = a["out"].shape[0]
         weights = layer_naive.LayerWeights(
             w_o=a["w_o"],
+            w_o_scale=a["w_o_scale"] if key.projection == "mxfp4" else None,
             norm_w=a["norm_w"],
             w_router=a["w_router"],
-            w_sgu=a["w_sgu"],
+            w_sgu=None if key.fused_shared else a["w_sgu"],
             w_sg=a["w_sg"].view(1, -1),
-            w_sd=a["w_sd"],
+            w_sd=None if key.fused_shared else a["w_sd"],
             experts=layer_naive.LayerWeights.from_shuffled(a["w13"], a["w13_scale"], a["w2"], a["w2_scale"]),
         )
         trace = layer_naive.layer_post([a["core"]], a["residual"], [weights], a["row_index"][:rows], key.geometry)
