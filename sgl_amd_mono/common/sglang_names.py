@@ -20,7 +20,14 @@ from pathlib import Path
 
 #: Read by the plugin itself: spec.py (the contract) and common/state.py (everything else).
 PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
-    "sglang.srt.layers.attention.linear.kernels.gdn_triton": ("fused_recurrent_gated_delta_rule_packed_decode",),
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton": (
+        "fused_recurrent_gated_delta_rule_packed_decode",
+        "fused_sigmoid_gating_delta_rule_update",
+    ),
+    "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent": (
+        "fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, "
+        "initial_state_source, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel)",
+    ),
     "sglang.kernels.ops.attention.fla.fused_recurrent": (
         "fused_recurrent_gated_delta_rule_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, "
         "ssm_state_indices, use_qk_l2norm_in_kernel)",

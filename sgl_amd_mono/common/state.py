@@ -531,6 +531,13 @@ def packed_decode() -> Callable[..., Any]:
     return gdn_triton.fused_recurrent_gated_delta_rule_packed_decode
 
 
+def verify_update() -> Callable[..., Any]:
+    """The gated delta rule of several tokens that SGLang's GDN layers call in a verify step."""
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+
+    return gdn_triton.fused_sigmoid_gating_delta_rule_update
+
+
 def all_reduce(partial: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' partials by SGLang's own all-reduce."""
     from sglang.srt.distributed import tensor_model_parallel_all_reduce

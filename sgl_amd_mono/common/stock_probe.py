@@ -21,6 +21,9 @@ from sgl_amd_mono.common.refusals import reason
 
 Decode = Callable[..., object]
 
+DECODE = "SGLang's packed decode of the gated delta rule"
+VERIFY = "SGLang's verify kernel of the gated delta rule"
+
 #: A beta is used for the probe only if bf16 moves it by at least this much: half of the largest that it can.
 LEAST_GAP = 2.0**-10
 
@@ -80,11 +83,49 @@ def rounds_beta(
         found = ssm[1, :, 0, 0].double().cpu()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        raise ProbeError(_reason(f"does not run on {device} ({text})")) from error
+        raise ProbeError(_reason(DECODE, f"does not run on {device} ({text})")) from error
+    return _verdict(DECODE, found, b)
+
+
+def verify_rounds_beta(
+    key_heads: int, value_heads: int, head_dim: int, device: torch.device, update: Decode | None = None
+) -> bool:
+    """`rounds_beta` of the kernel that runs SGLang's verify steps, `fused_sigmoid_gating_delta_rule_update`."""
+    update = state.verify_update() if update is None else update
+    b = telling_inputs(value_heads)
+    unit = torch.zeros(1, 1, key_heads, head_dim, dtype=torch.bfloat16)
+    unit[..., 0] = 1
+    ssm, zeros = torch.zeros(2, value_heads, head_dim, head_dim), torch.zeros(value_heads)
+    try:
+        ssm = ssm.to(device)
+        update(
+            A_log=zeros.to(device),
+            a=zeros[None].bfloat16().to(device),
+            dt_bias=zeros.bfloat16().to(device),
+            softplus_beta=1.0,
+            softplus_threshold=20.0,
+            q=unit.to(device),
+            k=unit.to(device),
+            v=torch.ones(1, 1, value_heads, head_dim, dtype=torch.bfloat16, device=device),
+            b=b[None].to(device),
+            initial_state_source=ssm,
+            initial_state_indices=torch.ones(1, dtype=torch.int32, device=device),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            use_qk_l2norm_in_kernel=True,
+        )
+        found = ssm[1, :, 0, 0].double().cpu()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ProbeError(_reason(VERIFY, f"does not run on {device} ({text})")) from error
+    return _verdict(VERIFY, found, b)
+
+
+def _verdict(kernel: str, found: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the betas that a kernel left are the rounded ones."""
     exact = torch.sigmoid(b.double())
     near_exact, near_rounded = (_near(found, exact, candidate) for candidate in (exact, exact.bfloat16().double()))
     if near_exact == near_rounded:
-        raise ProbeError(_reason(f"beta {found[0]:.9g} at b = {b[0]:.9g}, where sigmoid(b) is {exact[0]:.9g}"))
+        raise ProbeError(_reason(kernel, f"beta {found[0]:.9g} at b = {b[0]:.9g}, where sigmoid(b) is {exact[0]:.9g}"))
     return near_rounded
 
 
@@ -92,9 +133,9 @@ def _near(found: torch.Tensor, exact: torch.Tensor, candidate: torch.Tensor) -> 
     return bool(((found - candidate).abs() <= NEAR * LEAST_GAP * exact).all())
 
 
-def _reason(found: str) -> str:
+def _reason(kernel: str, found: str) -> str:
     return reason(
-        "SGLang's packed decode of the gated delta rule",
+        kernel,
         found,
         "beta = sigmoid(b), in float32 or rounded to bf16",
         "sglang 0.5.23, or start without --enable-amd-monokernel",

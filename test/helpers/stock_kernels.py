@@ -29,7 +29,8 @@ decode_attention: grouped-query attention of one token a row over a paged cache.
 (slots, key heads, head) bf16; indptr (rows + 1) int32 and indices int64: the slots of every row; splits (rows) int32,
 of at most max_splits; scale. Gives out (like q).
 
-beta_probe: the plugin's probe of the packed decode (`common.stock_probe`). key_heads, value_heads, head. Gives rounds.
+beta_probe: the plugin's probes of the packed decode and of the verify kernel (`common.stock_probe`). key_heads,
+value_heads, head. Gives rounds and verify_rounds.
 
 Planted mistakes (`PLANTS`): a copy of SGLang's module with one line changed runs in the place of the original.
 """
@@ -57,6 +58,7 @@ CUS = 256
 FUSED_SPLIT_RATIOS = (1, 2, 4, 8)  # value heads a key head that the HIP branch's fused split serves
 RECURRENT = "sglang.kernels.ops.attention.fla.fused_recurrent"
 GATED_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
+VERIFY = "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent"
 CONV = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 
 
@@ -74,6 +76,11 @@ PACKED_BETA = "beta_val = tl.sigmoid(b_val).to(b.dtype.element_ty).to(tl.float32
 PLANTS = {
     # The packed decode of 0.5.23 rounds beta: the copy does not (the KDA kernel below it is another one).
     "beta not rounded": Plant(RECURRENT, PACKED_BETA, "beta_val = tl.sigmoid(b_val)"),
+    "verify beta rounded": Plant(
+        VERIFY,
+        "b_beta = 1.0 / (1.0 + tl.exp(-b_b))",
+        "b_beta = (1.0 / (1.0 + tl.exp(-b_b))).to(tl.bfloat16).to(tl.float32)",
+    ),
     "l2norm epsilon moved out of the root": Plant(
         RECURRENT,
         "b_k / tl.sqrt(tl.sum(b_k * b_k) + 1e-6)\n    b_q = b_q * scale\n\n    a_val",
@@ -316,11 +323,12 @@ def decode_attention(given: dict[str, Any], plant: str | None) -> dict[str, Any]
 def beta_probe(given: dict[str, Any], plant: str | None) -> dict[str, Any]:
     import torch
 
-    from sgl_amd_mono.common.stock_probe import rounds_beta
+    from sgl_amd_mono.common.stock_probe import rounds_beta, verify_rounds_beta
 
+    sizes = given["key_heads"], given["value_heads"], given["head"], torch.device("cpu")
     decode = _module(RECURRENT, plant).fused_recurrent_gated_delta_rule_packed_decode
-    rounds = rounds_beta(given["key_heads"], given["value_heads"], given["head"], torch.device("cpu"), decode)
-    return {"rounds": rounds}
+    update = _module(VERIFY, plant).fused_sigmoid_gating_delta_rule_update
+    return {"rounds": rounds_beta(*sizes, decode), "verify_rounds": verify_rounds_beta(*sizes, update)}
 
 
 def _pretend_gpu() -> None:

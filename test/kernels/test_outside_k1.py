@@ -98,7 +98,7 @@ def test_beta_not_rounded_where_stock_does_is_seen() -> None:
     assert any(text.startswith("state") for text in failures)
 
 
-@pytest.mark.parametrize("plant", [name for name in PLANTS if name != "beta not rounded"])
+@pytest.mark.parametrize("plant", [name for name in PLANTS if "beta" not in name])
 def test_a_mistake_planted_in_sglang_is_seen_against_k1(plant: str) -> None:
     compared = compare(edge_case(GdnKey(SMALL, 2, stop=False), seed=50), plant=plant)
     print(compared.failures)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sgl_amd_mono.common.stock_probe import LEAST_GAP, ProbeError, rounds_beta, telling_inputs
+from sgl_amd_mono.common.stock_probe import LEAST_GAP, ProbeError, rounds_beta, telling_inputs, verify_rounds_beta
 from sgl_amd_mono.simulate import gdn_standin
 
 CPU = torch.device("cpu")
@@ -56,6 +56,15 @@ def test_a_kernel_that_does_not_run_is_refused_with_its_error() -> None:
 
 def test_what_stands_in_for_the_kernel_without_a_gpu_rounds() -> None:
     assert rounds_beta(2, 16, 128, CPU, gdn_standin.packed_decode) is True
+
+
+def test_the_verify_kernel_is_asked_alike() -> None:
+    def update(*, b: torch.Tensor, initial_state_source: torch.Tensor, **unused: object) -> None:
+        initial_state_source[1, :, :, 0] = torch.sigmoid(b.float())[0][:, None]
+
+    assert verify_rounds_beta(2, 16, 128, CPU, update) is False
+    with pytest.raises(ProbeError, match=r"verify kernel.*does not run on cpu"):
+        verify_rounds_beta(2, 16, 128, CPU, lambda: None)
 
 
 def test_every_input_tells() -> None:
