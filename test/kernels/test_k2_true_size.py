@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import k2_bench as kb
+from helpers.noise import TAIL_FLOORS
 
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
@@ -22,6 +23,10 @@ ROWS = 8
 SPARE_EXPERTS = 2  # filled beyond top_k, for a pick that a rounding turns
 MEMORY_GIB = 12
 LOGIT_SCALE = 0.25  # a smaller logit has the errors of its 8192 terms, whose root mean square is 1.5
+# The noise floor of `helpers.noise` is measured at `small`; a row of the true size has eight times the elements, so one
+# of them moves it less.
+RESIDUAL_SHARE = 60 * TAIL_FLOORS["residual share"]  # 0.009; floor 1.5e-4
+OUT_REL = 1.2 * TAIL_FLOORS["out rel"]  # 3e-3; floor 2.5e-3
 
 pytestmark = pytest.mark.xdist_group("big")
 WIDTHS = [
@@ -78,7 +83,7 @@ def test_residual_and_logits(form: str, width: int) -> None:
     assert not any(f.failed for f in result.faults)
     steps = kb.ulps(result.residual[0], want.residual)
     assert int(steps.max()) <= 1
-    assert differing(steps) <= 0.01
+    assert differing(steps) <= RESIDUAL_SHARE
     own = naive.logits(result.x(), weights(form)[0].tensors["w_router"])
     assert float(kb.ulps_at(result.logits(), own, LOGIT_SCALE).max()) <= 1
     assert float(kb.ulps_at(result.logits(), want.logits, LOGIT_SCALE).max()) <= 1
@@ -98,7 +103,7 @@ def test_route(form: str, width: int) -> None:
 def test_output(form: str, width: int) -> None:
     result, want = launch(form, width), expected(form, width)
     for t in range(width):
-        assert kb.relative_l2(result.out[0][t], want.out[t]) <= 3e-3
+        assert kb.relative_l2(result.out[0][t], want.out[t]) <= OUT_REL
     given, size = kb.out_given_stages(result, inputs(width))
     assert float(kb.ulps_at(result.out[0], given, size).max()) <= 2
     assert float((result.out[0] != given).double().mean()) <= 0.01
