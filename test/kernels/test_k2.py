@@ -18,6 +18,7 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer_naive as naive
 WEIGHT_SEED, INPUT_SEED = 11, 12
 ROWS = 8
 PADS = {5: (1,), 7: (0, 6)}  # widths with pad rows, and which
+SMALL_ROW, SMALL_BY = 3, 2.0**-11  # of a size at which the norm's epsilon is half of what is under the root
 ADVERSARIAL_SEEDS = 24
 LOGIT_SCALE = 0.25  # a smaller logit has the errors of its 1024 terms, whose root mean square is 1.5
 # Multiples of the noise floor, what the order of float32 sums alone moves: 1.5e-4 of the residual's elements, 2.5e-4 of
@@ -41,8 +42,11 @@ def weights(form: str, tp: int) -> list[kb.RankWeights]:
 
 @cache
 def inputs(tp: int, width: int) -> kb.Inputs:
-    """The first `width` of eight seeded rows, some of them pad rows."""
-    step = kb.random_inputs(geometry(tp), ROWS, INPUT_SEED).rows(range(width))
+    """The first `width` of eight seeded rows, one of them small, some of them pad rows."""
+    step = kb.random_inputs(geometry(tp), ROWS, INPUT_SEED)
+    for tensor in (step.residual, *step.cores):
+        tensor[SMALL_ROW] *= SMALL_BY
+    step = step.rows(range(width))
     for i, pad in enumerate(PADS.get(width, ())):
         step.row_index[pad] = -(i % 2)
         for core in step.cores:
