@@ -356,11 +356,6 @@ def operations() -> dict[str, Callable[[Any, Any, Any, Any], Any]]:
             "unpack": lambda d, a, b, t: (
                 d.f32_from_bf16_pair(d.bitcast(a, d.I32))[1] + d.f32_from_bf16_pair(d.bitcast(b, d.I32))[0]
             ),
-            "pack_f16": lambda d, a, b, t: d.pack_f16(a, b),
-            "unpack_f16": lambda d, a, b, t: (
-                d.f32_from_f16_pair(d.bitcast(a, d.I32))[1] * d.f32_from_f16_pair(d.bitcast(b, d.I32))[0]
-            ),
-            "ldexp": lambda d, a, b, t: d.ldexp(a, (t & 63) - 32),
             "code": lambda d, a, b, t: d.mxfp4_code(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
             "code_even": lambda d, a, b, t: d.mxfp4_code_even(d.intrinsic("llvm.fabs.f32", d.F32, [a])),
             "bf16_amax": lambda d, a, b, t: d.bf16_amax([d.bitcast(a, d.I32), d.bitcast(b, d.I32)]),

@@ -115,19 +115,6 @@ def test_bf16(results: dict[str, np.ndarray], data: Any) -> None:
     assert np.array_equal(run_operations(ties, ties)["bf16_bits"], bf16(ties))
 
 
-def test_f16(results: dict[str, np.ndarray], data: Any) -> None:
-    a, b = data
-    low, high = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (a, b))
-    assert np.array_equal(results["pack_f16"], low | (high << 16))
-    high, low = (a.view(np.uint32) >> 16).astype(np.uint16), b.view(np.uint32).astype(np.uint16)
-    with np.errstate(invalid="ignore"):
-        product = high.view(np.float16).astype(np.float32) * low.view(np.float16).astype(np.float32)
-    finite = np.isfinite(product)
-    assert finite.sum() > 400
-    assert np.array_equal(f32(results["unpack_f16"])[finite], product[finite])
-    assert np.array_equal(f32(results["ldexp"]), np.ldexp(a, (LANES & 63) - 32))
-
-
 def test_arithmetic_forms(results: dict[str, np.ndarray], data: Any) -> None:
     a = data[0].astype(np.float64)
     assert np.array_equal(f32(results["maximum"]), np.maximum(*data))

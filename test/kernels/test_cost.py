@@ -128,7 +128,7 @@ def test_chains_of_the_kernels() -> None:
     assert k1().chain == [("PROJ", "device"), ("ONRM", "device")]
     assert [kind for _, kind in k2().chain] == ["cross", "device", "cross", "device", "cross"]
     assert [name for name, _ in k2().chain] == ["AR", "MSQ", "RLOG", "INTER", "FINAL"]
-    assert k1().bulk == {} and k2().bulk == {2: ("Z_HIGH", "Z_LOW")}  # behind MSQ's flag
+    assert k1().bulk == {} and k2().bulk == {2: ("REDUCED",)}  # behind MSQ's flag
 
 
 def test_weights_of_k1_are_requested_once_and_before_any_hop() -> None:

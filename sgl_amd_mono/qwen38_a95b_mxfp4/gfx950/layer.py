@@ -7,7 +7,7 @@ One workgroup of 512 threads on each CU, all resident, all ranks together; S = w
 hand-off       value                                                   written by                           scope
 =============  ======================================================  ===================================  =========
 AR             bf16 pairs of the output projection's partials          every workgroup, to every rank       cross 1
-Z, MSQ         z rows in 24 bits; sums of squares, which are the flag  the H/128 workgroups of the norm     device 1
+REDUCED, MSQ   bf16 sums over the ranks; squares of z, also their flag the H/128 workgroups of the norm     device 1
 RLOG           bf16 logits of two rows                                 a workgroup an expert, to all ranks  cross 2
 SHARED, GATE   shared expert's activation, its sigmoid gate            `shared_blocks`; one workgroup       device
 INTER          routed intermediates: MXFP4 words and codes             a workgroup a (slot, 32 columns)     device 2
@@ -161,8 +161,8 @@ def scratch_regions(geometry: Geometry, width: int, fused_shared: bool = False) 
 
     Mailboxes: MSQ [S][H/128], SHARED [ceil(S/2)][SI], GATE [S], INTER [S][top_k][RI/32][5], MARKS [blocks], all pairs.
     With the shared expert fused there is no SHARED, and INTER has a pick more.
-    Plain: Z_HIGH uint16 [S][H] and Z_LOW uint8 [S][H] (bits 31..16 and 15..8 of z), X bf16 [S][H], ROUTE int32 ids
-    [S][16], then f32 weights [S][16] (top_k of each are used); X and ROUTE are there for check mode and tests.
+    Plain: REDUCED bf16 [S][H], X bf16 [S][H], ROUTE int32 ids [S][16], then f32 weights [S][16] (top_k of each are
+    used); X and ROUTE are there for check mode and tests.
     """
     s, h = width, geometry.hidden
     sizes = {
@@ -175,8 +175,7 @@ def scratch_regions(geometry: Geometry, width: int, fused_shared: bool = False) 
         * INTER_PAIRS
         * PAIR_BYTES,
         "MARKS": geometry.blocks * PAIR_BYTES,
-        "Z_HIGH": 2 * s * h,
-        "Z_LOW": s * h,
+        "REDUCED": 2 * s * h,
         "X": 2 * s * h,
         "ROUTE": 2 * s * ROUTE_WORDS * 4,
     }
@@ -482,7 +481,8 @@ class LayerKey(BuildKey):
 class _Launch:
     """What the stages share while one kernel is traced: arguments, indices, LDS, hand-offs."""
 
-    def __init__(self, plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Plan, stop: bool, arguments: Mapping[str, Any], lds_bytes: int = 0) -> None:
+        """`lds_bytes`: at least so many are allocated, for stages that follow in the same launch."""
         from sgl_amd_mono.common import device as d
         from sgl_amd_mono.common import gemv
         from sgl_amd_mono.common.sync import Region, Sync
@@ -495,7 +495,7 @@ class _Launch:
         # Lanes of MFMA columns past the last row repeat the last row; what they compute is not stored.
         self.lane_t = gemv.clamped_row(s)
         self.in_rows = d.compare("ult", self.lane_row, d.I32(s))
-        self._allocate()
+        self._allocate(lds_bytes)
         self.sync = Sync(
             epoch=arguments["epoch"], slot=arguments["layer_slot"], peers=arguments["peers"], rank=arguments["rank"],
             ranks=g.tp, deadline_ticks=arguments["deadline_ticks"], mode=arguments["mode"], dead=self.dead, stop=stop,
@@ -520,8 +520,9 @@ class _Launch:
             Region(n, self.sync.own_base + self.peer_offset[REGION_NAMES[n]], system=True, order=WAIT_ORDER[n])
             for n in (AR, RLOG, FINAL)
         )
+        self.next_flag: Region | None = None  # see `final_sum`
 
-    def _allocate(self) -> None:
+    def _allocate(self, lds_bytes: int) -> None:
         """LDS of the launch; the union of what the stages hold, nothing overlaid but `partial`."""
         d, p, g, s = self.d, self.plan, self.g, self.s
         up_row = g.hidden // 2 + LDS_PAD
@@ -548,9 +549,9 @@ class _Launch:
         }
         self.up_row, self.code_row, self.core_row = up_row, code_row, core_row
         self.activation_row = 2 * g.shared_intermediate + LDS_PAD
-        lds = d.Lds(sum(-(-n // 16) * 16 for n in sizes.values()))
+        self.lds = d.Lds(max(lds_bytes, sum(-(-n // 16) * 16 for n in sizes.values())))
         for name, nbytes in sizes.items():
-            setattr(self, name, lds.take(nbytes))
+            setattr(self, name, self.lds.take(nbytes))
 
     # ---- small things
     def at(self, condition: Any) -> Any:
@@ -618,6 +619,14 @@ class _Launch:
 def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     """The launch, stage by stage in the order in which a workgroup runs them."""
     k = _Launch(plan, stop, arguments)
+    layer_tail(k)
+    final_sum(k)
+    k.sync.step_end(arguments["last"], k.marks, plan.geometry.blocks)
+
+
+def layer_tail(k: _Launch) -> None:
+    """All stages up to the push of the rank's partial output."""
+    plan = k.plan
     tiles = project_mxfp4(k) if plan.projection == MXFP4 else project(k)
     rows = load_row_weights(k)
     k.d.compiler_fence()
@@ -640,8 +649,6 @@ def _trace(plan: Plan, stop: bool, arguments: Mapping[str, Any]) -> None:
     else:
         shared_down(k, down)
     publish_output(k)
-    final_sum(k)
-    k.sync.step_end(arguments["last"], k.marks, plan.geometry.blocks)
 
 
 # ---- 1: output projection -------------------------------------------------------------------------------------------
@@ -829,11 +836,10 @@ def _wave_pair(k: _Launch, t: Any, pair: Any, tiles: int = TILES) -> tuple[Any, 
 
 
 def norm(k: _Launch) -> None:
-    """Workgroups 0 .. H/128 - 1, wave t = row t, a lane two of the 128 columns. Waits for AR; publishes Z and MSQ.
+    """Workgroups 0 .. H/128 - 1, wave t = row t, a lane two of the 128 columns. Waits for AR; publishes REDUCED, MSQ.
 
-    f32 sum over the ranks, bf16; z = that + residual in f32; residual_out = bf16(z). z travels in 24 bits (nearest
-    even), its flag is the 128 columns' sum of squares of the unrounded z (butterfly over the lanes), put after this
-    wave's stores of z have completed.
+    f32 sum over the ranks, bf16 (REDUCED); z = that + residual in f32; residual_out = bf16(z). REDUCED's flag is the
+    sum of squares of its 128 columns of z (butterfly over the lanes), put after this wave's stores have completed.
     """
     d, g, s = k.d, k.g, k.s
     with k.at(k.below(k.block, g.norm_partials)), k.at(k.below(k.wave, s)):
@@ -842,30 +848,19 @@ def norm(k: _Launch) -> None:
         live = k.live(t)
         pair = k.block * (NORM_COLUMNS // 2) + k.lane
         words = k.sync.poll([(k.ar, (r * MAX_ROWS + t) * (g.hidden // 2) + pair) for r in range(g.tp)])
-        reduced = d.f32_from_bf16_pair(d.pack_bf16(*k.sum_ranks(words)))
-        z = [a + b for a, b in zip(reduced, d.f32_from_bf16_pair(residual), strict=True)]
+        reduced = d.pack_bf16(*k.sum_ranks(words))
+        z = [a + b for a, b in zip(*map(d.f32_from_bf16_pair, (reduced, residual)), strict=True)]
         rounded = d.select(live, d.pack_bf16(*z), d.I32(0))
         d.store(rounded, k.a["residual_out"], (t * g.hidden + column) * 2, d.AGENT)  # the final sum reads it back
         total = d.wave_sum(z[0] * z[0] + z[1] * z[1])
-        bits = [_round_z(k, v) for v in z]
-        high = (bits[1] & I32_HIGH) | d.shift_right_logical(bits[0], d.I32(16))
-        low = (d.shift_right_logical(bits[0], d.I32(8)) & 0xFF) | (bits[1] & 0xFF00)
-        d.store(high, k.a["scratch"], (t * g.hidden + column) * 2 + k.scratch["Z_HIGH"].offset, d.AGENT)
-        low = d.trunc(low, d.I16)
-        d.store(low, k.a["scratch"], t * g.hidden + column + k.scratch["Z_LOW"].offset, d.AGENT)
+        at = (t * g.hidden + column) * 2 + k.scratch["REDUCED"].offset
+        d.store(reduced, k.a["scratch"], at, d.AGENT)
         d.wait_stores()
         with k.at(k.equal(k.lane, 0)):
             k.sync.put(k.msq, t * g.norm_partials + k.block, total)
 
 
 I32_HIGH = -65536  # bits 31..16
-
-
-def _round_z(k: _Launch, value: Any) -> Any:
-    """Bits of an f32 rounded (nearest even) so that bits 31..8 hold it."""
-    d = k.d
-    bits = d.bitcast(value, d.I32)
-    return bits + (d.shift_right_logical(bits, d.I32(8)) & 1) + 0x7F
 
 
 @dataclass
@@ -952,19 +947,22 @@ def await_norm(k: _Launch) -> None:
 def normed_rows(k: _Launch, rows: _RowWeights) -> None:
     """Every workgroup forms x of every row in registers and uses it three times; waits for nothing more.
 
-    x = bf16((z * rstd) * (1 + w)). (1) dot products with this workgroup's weight rows: a lane's 8 columns of each unit
-    in order (fma), butterfly over the lanes, waves in order. (2) MXFP4 of x to LDS, RCEIL. (3) 32 columns of x to
-    scratch. Publishes RLOG (bf16 logits of two rows a word, to every rank), GATE (f32 sigmoid) and SHARED
-    (h = bf16(bf16(silu(bf16 g)) * bf16 u), two rows a word).
+    z = REDUCED + residual in f32; x = bf16((z * rstd) * (1 + w)). (1) dot products with this workgroup's weight rows: a
+    lane's 8 columns of each unit in order (fma), butterfly over the lanes, waves in order. (2) MXFP4 of x to LDS
+    (RCEIL). (3) 32 columns of x to scratch. Publishes RLOG (bf16 logits of two rows a word, to every rank), GATE (f32
+    sigmoid) and SHARED (h = bf16(bf16(silu(bf16 g)) * bf16 u), two rows a word).
     """
     d, p, g, s = k.d, k.plan, k.g, k.s
-    z = d.Buffer(k.a["scratch"], scratch_bytes(g, s, p.fused_shared))
+    reduced, residual = (
+        d.Buffer(k.a["scratch"], scratch_bytes(g, s, p.fused_shared)),
+        d.Buffer(k.a["residual"], 2 * s * g.hidden),
+    )
     columns = [_unit_column(k, j) for j in range(p.wave_units)]
     raw = [
         [
             (
-                z.load((t * g.hidden + c) * 2 + k.scratch["Z_HIGH"].offset, d.vec(d.I32, 4), d.AGENT),
-                z.load(t * g.hidden + c + k.scratch["Z_LOW"].offset, d.vec(d.I32, 2), d.AGENT),
+                reduced.load((t * g.hidden + c) * 2 + k.scratch["REDUCED"].offset, d.vec(d.I32, 4), d.AGENT),
+                residual.load((t * g.hidden + c) * 2, d.vec(d.I32, 4)),
             )
             for c in columns
         ]
@@ -976,7 +974,7 @@ def normed_rows(k: _Launch, rows: _RowWeights) -> None:
         rstd = k.rstd.load(4 * t, d.F32)
         x = []
         for j, column in enumerate(columns):
-            words = _x_words(k, raw[t][j], rstd, scale[j])
+            words = _x_words(k, *raw[t][j], rstd, scale[j])
             x.append([v for word in words for v in d.f32_from_bf16_pair(word)])
             _keep_x(k, t, column, words, x[j])
         sums = []
@@ -998,16 +996,11 @@ def _unpack8(k: _Launch, words: Any) -> list[Any]:
     return [v for i in range(4) for v in k.d.f32_from_bf16_pair(k.d.vector_element(words, i))]
 
 
-def _x_words(k: _Launch, raw: tuple[Any, Any], rstd: Any, scale: list[Any]) -> list[Any]:
-    """Four words of bf16 pairs: x of the lane's 8 columns from the two planes of z."""
+def _x_words(k: _Launch, reduced: Any, residual: Any, rstd: Any, scale: list[Any]) -> list[Any]:
+    """Four words of bf16 pairs: x of the lane's 8 columns from z = reduced + residual."""
     d = k.d
-    high, low = raw
-    y = []
-    for e in range(8):
-        word = d.vector_element(high, e // 2)
-        top = (word << 16) if e % 2 == 0 else (word & I32_HIGH)
-        byte = d.shift_right_logical(d.vector_element(low, e // 4), d.I32(8 * (e % 4))) & 0xFF
-        y.append((d.bitcast(top | (byte << 8), d.F32) * rstd) * scale[e])
+    z = [a + b for a, b in zip(_unpack8(k, reduced), _unpack8(k, residual), strict=True)]
+    y = [(v * rstd) * w for v, w in zip(z, scale, strict=True)]
     return [d.pack_bf16(y[2 * i], y[2 * i + 1]) for i in range(4)]
 
 
@@ -1603,7 +1596,8 @@ def final_sum(k: _Launch) -> None:
 
     Leaves z = out + residual_out (f32) and sums of its squares over 8 columns to the next launch, whose norm starts
     from them. A sum has the order of SGLang's norm: with the column pairs P0 .. P3, fma(P0, P0, P1 P1) +
-    fma(P2, P2, P3 P3), then even + odd. The residual was stored before MSQ, which this workgroup has awaited.
+    fma(P2, P2, P3 P3), then even + odd. The residual was stored before MSQ, which this workgroup has awaited. Where the
+    next layer's K1 follows in this launch, each storing wave announces its z and squares by a pair in `next_flag`.
     """
     d, g, s = k.d, k.g, k.s
     pairs = WORKGROUP_COLUMNS // 2
@@ -1617,11 +1611,16 @@ def final_sum(k: _Launch) -> None:
         total = d.select(live, d.pack_bf16(*k.sum_ranks(words)), d.I32(0))
         d.store(total, k.a["out"], at)
         low, high = (a + b for a, b in zip(d.f32_from_bf16_pair(total), d.f32_from_bf16_pair(residual), strict=True))
-        d.store(d.vector_from([low, high]), k.a["next_z"], at * 2)
+        cache = d.PLAIN if k.next_flag is None else d.AGENT
+        d.store(d.vector_from([low, high]), k.a["next_z"], at * 2, cache)
         even, odd = (_squares_of_four_pairs(k, value) for value in (low, high))
         with k.at(k.equal(pair & (Z_SUM_COLUMNS // 2 - 1), 0)):
             at = t * g.z_sums + d.unsigned_divide(index, Z_SUM_COLUMNS // 2)[0]
-            d.store(even + odd, k.a["next_squares"], at * 4)
+            d.store(even + odd, k.a["next_squares"], at * 4, cache)
+        if k.next_flag is not None:
+            d.wait_stores()
+            with k.at(k.equal(k.lane, 0)):
+                k.sync.put(k.next_flag, k.wave * g.blocks + k.block, d.I32(0))
 
 
 def _squares_of_four_pairs(k: _Launch, value: Any) -> Any:

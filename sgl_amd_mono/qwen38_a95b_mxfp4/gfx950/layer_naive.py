@@ -22,7 +22,6 @@ from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
 from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layout
 
 LOWEST_LOGIT = -3.0e38  # what a NaN logit counts as
-Z_DROPPED_BITS = 8  # a published z keeps 24 of f32's 32 bits
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -126,24 +125,13 @@ def all_reduce(partials: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(torch.bfloat16)
 
 
-def round_z(z: torch.Tensor) -> torch.Tensor:
-    """f32 rounded to the 24 leading bits (nearest even): what the norm's workgroups publish of z."""
-    bits = z.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    low = (1 << Z_DROPPED_BITS) - 1
-    bits = (bits + (low >> 1) + ((bits >> Z_DROPPED_BITS) & 1)) & ~low & 0xFFFFFFFF
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
-
-
 def norm(
     reduced: torch.Tensor, residual: torch.Tensor, norm_w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z24*rstd*(1+w)).
-
-    z24 = `round_z(z)`.
-    """
+    """Residual add and Gemma norm: (bf16(z), x), z = f32 sum; rstd from the unrounded z, x = bf16(z*rstd*(1+w))."""
     z = reduced.float() + residual.float()
     rstd = 1.0 / torch.sqrt((z.double() ** 2).mean(-1, keepdim=True) + eps)
-    return z.to(torch.bfloat16), bf16(round_z(z).double() * rstd * (1.0 + norm_w.double()))
+    return z.to(torch.bfloat16), bf16(z.double() * rstd * (1.0 + norm_w.double()))
 
 
 def logits(x: torch.Tensor, w_router: torch.Tensor) -> torch.Tensor:
