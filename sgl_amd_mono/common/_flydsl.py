@@ -144,11 +144,6 @@ def convert(value: Any, like: Any) -> Any:
     return wrap(arith.TruncFOp(type_of(like), raw(value)).result, like)
 
 
-def extend(value: Any, like: Any) -> Any:
-    """Widen a float to ``like`` (exact)."""
-    return wrap(arith.ExtFOp(type_of(like), raw(value)).result, like)
-
-
 def vector_from(elements: Sequence[Any]) -> Any:
     """Vector from scalars of one type."""
     return fx.Vector.from_elements(list(elements), type(elements[0]))
@@ -169,6 +164,12 @@ LDS_SPACE = 3
 BUFFER_SPACE = 8
 
 _ORDERING = llvm.AtomicOrdering
+
+
+def kernel_arguments() -> fx.Int64:
+    """Address of the kernel's argument block."""
+    pointer = llvm.call_intrinsic(ir.Type.parse("!llvm.ptr<4>"), "llvm.amdgcn.kernarg.segment.ptr", [], [], [])
+    return fx.Int64(llvm.PtrToIntOp(fx.Int64.ir_type, pointer).result)
 
 
 def _pointer_type(space: int) -> ir.Type:

@@ -71,12 +71,17 @@ class BuildKey:
     launch: ClassVar[str] = ""
     abi: ClassVar[Abi] = ()
     slot_base: ClassVar[int] = 0  # first tag slot of this launch; its layer is added
+    slot_launch: ClassVar[str] = ""  # the launch that fault records name for these slots, where it is not `launch`
     region_names: ClassVar[tuple[str, ...]] = ()  # names of its mailbox regions, by Region.number
     readonly: ClassVar[frozenset[str]] = frozenset()  # pointer arguments that the kernel never writes
 
     def scratch_regions(self) -> dict[str, tuple[int, int]]:
         """Name -> (byte offset, bytes) of the mailbox regions inside the argument ``scratch``."""
         return {}
+
+    def regions_of(self, argument: str) -> dict[str, tuple[int, int]]:
+        """The same of any argument; empty where it holds no mailboxes."""
+        return self.scratch_regions() if argument == "scratch" else {}
 
     def peer_regions(self) -> dict[str, tuple[int, int]]:
         """Name -> (byte offset, bytes) of the regions inside a peer buffer."""

@@ -190,10 +190,11 @@ class Compared:
 class Comparison(Protocol):
     """How a model's launches are kept and compared."""
 
-    def before(self, event: Any) -> Kept:
-        """Copy what the launch will read and overwrite. Device work only: it may be captured."""
+    def before(self, event: Any) -> list[Kept]:
+        """Copy what the launch will read and overwrite, each part that is compared on its own. Device work only: it may
+        be captured."""
 
-    def after(self, event: Any, kept: Kept) -> None:
+    def after(self, event: Any, kept: list[Kept]) -> None:
         """Copy what the launch wrote. Device work only."""
 
     def compare(self, kept: Kept) -> Compared:
@@ -332,7 +333,7 @@ class Checker:
         self.capturing, self._last_words = capturing, last_words
         self.captured: dict[int, list[Kept]] = {}  # graph's batch size -> its launches, in order
         self._recording: list[Kept] | None = None
-        self._kept: Kept | None = None
+        self._kept: list[Kept] = []
         self._closed = False
 
     def attach(self, step: Any) -> None:
@@ -364,12 +365,13 @@ class Checker:
 
     def after(self, event: Any) -> None:
         """After a launch: compare, or in a capture leave that to the replays."""
-        kept, self._kept = self._kept, None
+        kept, self._kept = self._kept, []
         self.comparison.after(event, kept)
         if self._recording is not None:
-            self._recording.append(kept)
+            self._recording += kept
         else:
-            self._judge(kept)
+            for one in kept:
+                self._judge(one)
 
     def replayed(self, batch_size: int) -> None:
         """After a replay of the graph captured at `batch_size`: compare every launch from the graph's copies."""

@@ -49,7 +49,6 @@ I32 = fx.Int32
 I64 = fx.Int64
 F32 = fx.Float32
 BF16 = fx.BFloat16
-F16 = fx.Float16
 
 WAVE_LANES = 64
 
@@ -178,6 +177,12 @@ def load_uniform(base: fx.Int64, byte_offset: Any, like: Any) -> Any:
     The compiler may move it to the kernel's top, so the address must be valid in every launch mode.
     """
     return fly.load(address(base, byte_offset), like, align=size_of(like), invariant=True)
+
+
+def kernel_argument(byte_offset: int, like: Any) -> Any:
+    """Scalar load of a kernel argument from the argument block, here and not at the kernel's top: arguments that only a
+    late stage needs hold no SGPRs before it."""
+    return load_uniform(fly.kernel_arguments(), byte_offset, like)
 
 
 def store(value: Any, base: fx.Int64, byte_offset: Any, cache: Cache = PLAIN, constant: int = 0) -> None:
@@ -527,27 +532,6 @@ def bf16_bits(value: fx.Float32) -> fx.Int16:
 def bf16_round(value: fx.Float32) -> fx.Float32:
     """``value`` rounded to bf16, as f32."""
     return bitcast(pack_bf16(value, value) << 16, F32)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# f16
-# ---------------------------------------------------------------------------------------------------------------
-
-
-def pack_f16(low: fx.Float32, high: fx.Float32) -> fx.Int32:
-    """Two f32 rounded to f16 (nearest even), ``low`` in bits 0..15 (``v_cvt_pk_f16_f32``)."""
-    return bitcast(fly.convert(vector_from([low, high]), vec(F16, 2)), I32)
-
-
-def f32_from_f16_pair(word: fx.Int32) -> tuple[fx.Float32, fx.Float32]:
-    """(low, high) f16 of a 32-bit word as f32 (exact)."""
-    pair = bitcast(word, vec(F16, 2))
-    return fly.extend(vector_element(pair, 0), F32), fly.extend(vector_element(pair, 1), F32)
-
-
-def ldexp(value: fx.Float32, exponent: fx.Int32) -> fx.Float32:
-    """``value * 2**exponent`` (``v_ldexp_f32``)."""
-    return intrinsic("llvm.ldexp.f32.i32", F32, [value, exponent])
 
 
 # ---------------------------------------------------------------------------------------------------------------

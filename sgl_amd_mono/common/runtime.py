@@ -135,7 +135,7 @@ def build_on_rank_0(group: Group, build: Callable[[], Any]) -> None:
 
 def describe_fault(state: FaultState, keys: Sequence[BuildKey]) -> str:
     """Text of a fault with the launch and wait names of ``keys`` (their ``slot_base`` and ``region_names``)."""
-    by_base = sorted({type(k) for k in keys}, key=lambda c: c.slot_base)
+    by_base = sorted({type(k) for k in keys}, key=lambda c: (c.slot_base, len(c.region_names)))
 
     def owner(slot: int) -> Any:
         found = None
@@ -146,7 +146,9 @@ def describe_fault(state: FaultState, keys: Sequence[BuildKey]) -> str:
 
     def launch_name(slot: int) -> str:
         key_class = owner(slot)
-        return f"{key_class.launch} of layer {slot - key_class.slot_base}" if key_class else f"launch slot {slot}"
+        if key_class is None:
+            return f"launch slot {slot}"
+        return f"{key_class.slot_launch or key_class.launch} of layer {slot - key_class.slot_base}"
 
     def region_name(slot: int, region: int) -> str:
         names = owner(slot).region_names if owner(slot) else ()

@@ -606,9 +606,8 @@ class _RankSpace:
             if owner is not None:
                 whole, label = owner
                 # hand-offs lie in the scratch alone; other persistent buffers (activations, the epoch) are plain
-                hand_offs = kernel.key.scratch_regions().items() if name == "scratch" else ()
-                regions = tuple((n, o, b) for n, (o, b) in hand_offs)
-                kind = "mailbox" if name == "scratch" else "plain"
+                regions = tuple((n, o, b) for n, (o, b) in kernel.key.regions_of(name).items())
+                kind = "mailbox" if regions else "plain"
                 blocks.append(self._block(whole.data_ptr(), whole.numel(), label, kind, whole, regions, True))
             elif nbytes:
                 ranges.append((address, address + nbytes, name, name in kernel.key.readonly, tensor))

@@ -28,6 +28,7 @@ byte    content
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,6 +194,12 @@ class Sync:
         """Address of that rank's peer buffer, loaded where it is used: all of them held would take 2 SGPRs a rank."""
         d = self._d
         return d.load_uniform(self._peers, rank * 8, d.I64)
+
+    def under(self, slot: Any) -> Sync:
+        """The same hand-offs under the tag of another slot: of a second launch's stages in this kernel."""
+        other = copy.copy(self)
+        other.slot, other.tag = slot, self.tag + (slot - self.slot)
+        return other
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

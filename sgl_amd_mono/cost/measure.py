@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
     from sgl_amd_mono.sim import Report
 
-LAUNCHES = ("k1", "k2")
+LAUNCHES = ("k1", "k2", "k2k1")  # the last: K2 of a layer and K1 of the next as one launch
 DEADLINE_TICKS = 100_000_000  # 1 s of the simulator's clock: no wait of a sound launch comes near it
+FRONT = "front_"  # prefix of K1's arguments where it follows K2 in one launch
 RANK = 0  # whose counts are reported; all ranks run
 
 
@@ -159,7 +160,8 @@ def of_report(
     mailboxes = sorted({named(c.buffer) for one in report.launches for c in one.trace or () if c.region} | {"fault"})
     shared = {name for rank, name in report.shared if rank == RANK}
     peers = sorted(named(c) for c in shared & {cell.buffer for cell in trace if cell.region})
-    weights = {name for name, kind in key.abi if kind == "ptr" and name in key.readonly and name.startswith("w")}
+    pointers = [name for name, kind in key.abi if kind == "ptr" and name in key.readonly]
+    weights = {name for name in pointers if name.removeprefix(FRONT).startswith("w")}
 
     requested: Counter[tuple[str, int]] = Counter()
     used: Counter[tuple[str, int, int]] = Counter()
@@ -330,6 +332,23 @@ def k2(
     return dataclasses.replace(found, one_hop=one_hop)
 
 
+def k2k1(
+    geometry: Geometry, width: int, seed: int, *, weights: list[Any] | None = None, mxfp4: tuple[str, ...] = ()
+) -> Cost:
+    """Counts of K2 and the next layer's K1 in one launch, on rank 0 of all ranks; inputs and routes are those of
+    `k2`."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
+    from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_tail_front as trial
+    from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import gdn_formats
+
+    key = trial.key_of(geometry, width, stop=True, **gdn_formats(mxfp4))
+    inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1).rows(range(width))
+    bench = trial_k2.Bench(geometry, weights or k2_weights(geometry, seed), seed=seed, unique_bytes=True, trace=True)
+    outcome = trial.run_together(bench, key, inputs, trial.make_cases(key, seed), deadline=DEADLINE_TICKS)
+    return of_report(outcome.report, trial.artifact(key), key, seed=seed, routes=outcome.routes(), names={})
+
+
 def k2_weights(geometry: Geometry, seed: int) -> list[Any]:
     """Random weights of every rank; experts stay zero, as no count depends on their values."""
     from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
@@ -348,15 +367,17 @@ def measure(
     one_hop: bool = False,
 ) -> list[Cost]:
     """Counts of every asked launch and width; equal seeds give equal counts. one_hop: of both designs of the pair."""
-    weights = k2_weights(geometry, seed) if "k2" in launches else None
+    weights = k2_weights(geometry, seed) if {"k2", "k2k1"} & {*launches} else None
     found = []
     for design in (False, True) if one_hop else (False,):
-        for launch in launches:
+        for launch in launches if not design else [name for name in launches if name != "k2k1"]:
             for width in widths:
                 pair = ", one-hop pair" if design else ""
                 progress(f"{launch}, width {width}, {geometry.name} TP {geometry.tp}, seed {seed}{pair}")
                 if launch == "k1":
                     found.append(k1(geometry, width, seed, mxfp4=mxfp4, one_hop=design))
-                else:
+                elif launch == "k2":
                     found.append(k2(geometry, width, seed, weights=weights, one_hop=design))
+                else:
+                    found.append(k2k1(geometry, width, seed, weights=weights, mxfp4=mxfp4))
     return found

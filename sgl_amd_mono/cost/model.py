@@ -11,7 +11,8 @@ TERABYTES_PER_S = 6.4
 DEVICE_HOP_US = 2.1
 CROSS_HOP_US = 4.0
 # Hops (device, cross-GPU) of the public reference kernels, for the ratio to their modelled time.
-REFERENCE_HOPS = {"k1": (5, 0), "k2": (5, 3)}
+REFERENCE_HOPS = {"k1": (5, 0), "k2": (5, 3), "k2k1": (10, 3)}
+REFERENCE_LAUNCHES = {"k1": 1, "k2": 1, "k2k1": 2}  # launches of the reference that do the same
 
 
 def fixed_us(unique_bytes: float, device_hops: int, cross_hops: int) -> float:

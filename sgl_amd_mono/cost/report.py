@@ -7,7 +7,16 @@ import dataclasses
 from typing import Any
 
 from sgl_amd_mono.cost.measure import Cost, spread
-from sgl_amd_mono.cost.model import REFERENCE_HOPS, Assumptions, Timeline, fixed_us, guessed, overlap
+from sgl_amd_mono.cost.model import (
+    LAUNCH_US,
+    REFERENCE_HOPS,
+    REFERENCE_LAUNCHES,
+    Assumptions,
+    Timeline,
+    fixed_us,
+    guessed,
+    overlap,
+)
 
 MB = 1e6
 TARGET_GEOMETRY = "a95b"  # the geometry whose figures the targets are; others are listed without a verdict
@@ -40,7 +49,8 @@ def fixed(cost: Cost) -> float:
 
 def reference_fixed(cost: Cost) -> float:
     """The same model with the reference's hops and this run's bytes (equal routes), us."""
-    return fixed_us(cost.memory_bytes, *REFERENCE_HOPS[cost.launch])
+    more = REFERENCE_LAUNCHES[cost.launch] - 1
+    return fixed_us(cost.memory_bytes, *REFERENCE_HOPS[cost.launch]) + LAUNCH_US * more
 
 
 def timeline(cost: Cost, assume: Assumptions) -> Timeline:
@@ -112,12 +122,39 @@ def targets(cost: Cost) -> list[Target]:
         ),
     ]
     stated = TARGET_GEOMETRY in cost.geometry and cost.ranks == 8
+    if cost.launch == "k2k1":  # the other targets are figures of the separate launches
+        limits = ("VGPR", "VGPR spills", "SGPR spills", "scratch memory, B a lane", "LDS, B")
+        rows = [row if row.name in limits else dataclasses.replace(row, bound=None) for row in rows]
     return rows if stated else [dataclasses.replace(row, bound=None) for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Modelled us of K2 and the next K1: as two launches (two ramps) and as one."""
+
+    width: int
+    fixed_two: float
+    fixed_one: float
+    overlap_two: float
+    overlap_one: float
+
+
+def pairs(costs: list[Cost], assume: Assumptions) -> list[Pair]:
+    """One a width of which all three launches were measured."""
+    by = {(cost.launch, cost.width): cost for cost in costs if not cost.one_hop}
+    found = []
+    for (launch, width), one in sorted(by.items(), key=lambda item: item[0][1]):
+        two = [by.get((name, width)) for name in ("k2", "k1")]
+        if launch == "k2k1" and all(two):
+            ends = [sum(timeline(c, assume).end for c in group) for group in (two, [one])]
+            found.append(Pair(width, sum(map(fixed, two)), fixed(one), *ends))
+    return found
 
 
 def as_dict(costs: list[Cost], assume: Assumptions) -> dict[str, Any]:
     """Everything that is printed, and the raw counts, for JSON."""
     found = []
+    pairs_found = [dataclasses.asdict(pair) for pair in pairs(costs, assume)]
     for cost in costs:
         line = timeline(cost, assume)
         found.append(
@@ -144,7 +181,12 @@ def as_dict(costs: list[Cost], assume: Assumptions) -> dict[str, Any]:
                 "targets": [{**dataclasses.asdict(row), "met": row.met} for row in targets(cost)],
             }
         )
-    return {"assumptions": dataclasses.asdict(assume), "assumed": assume.lines(), "launches": found}
+    return {
+        "assumptions": dataclasses.asdict(assume),
+        "assumed": assume.lines(),
+        "launches": found,
+        "pairs": pairs_found,
+    }
 
 
 def _buffers(cost: Cost) -> list[str]:
@@ -247,6 +289,11 @@ def render(costs: list[Cost], assume: Assumptions) -> str:
     judged = sum(t.met is not None for c in costs for t in targets(c))
     tail = [
         "",
+        *(
+            f"MODELLED, K2 and the next K1 at width {p.width}: as two launches fixed {p.fixed_two:.1f} us, overlap "
+            f"{p.overlap_two:.1f} us; as one fixed {p.fixed_one:.1f} us, overlap {p.overlap_one:.1f} us"
+            for p in pairs(costs, assume)
+        ),
         "Counts are of rank 0, from a run on the simulator (consistent memory, a seeded schedule) with random inputs; "
         "scalar loads are not in the bytes.",
         "A hop is one store and the successful load of it by another workgroup; a flag with its bulk read is one "

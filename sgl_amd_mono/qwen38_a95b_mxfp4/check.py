@@ -12,6 +12,7 @@ tie at the k-th place (`common.check.tied_choices`) is set aside if it agrees wi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,25 @@ def kept_after(event: Any, kept: Kept) -> None:
         )
     else:
         kept.outputs["out"] = _rows(args["out"], width)
+
+
+def keep_before(event: Any) -> list[Kept]:
+    """`kept_before` of each half of a launch: K2 and the next K1 in one are two, any other is one."""
+    if event.kind != "k2k1":
+        return [kept_before(event)]
+    tail, front = event.halves()
+    args = front.args | {"hidden": None, "residual": None}  # not written yet
+    return [kept_before(tail), kept_before(dataclasses.replace(front, args=args))]
+
+
+def keep_after(event: Any, kept: list[Kept]) -> None:
+    """`kept_after` of each half; what K1 read is what K2 wrote."""
+    halves = event.halves() if event.kind == "k2k1" else (event,)
+    for half, own in zip(halves, kept, strict=True):
+        kept_after(half, own)
+    if len(kept) > 1:
+        tail, front = kept
+        front.inputs |= {"hidden": tail.outputs["out"], "residual": tail.outputs["res_out"]}
 
 
 def _core(event: Any) -> torch.Tensor:
@@ -233,13 +253,13 @@ class LayerComparison:
     def __init__(self, bounds: Mapping[str, float]) -> None:
         self._bounds = bounds
 
-    def before(self, event: Any) -> Kept:
-        """See `kept_before`."""
-        return kept_before(event)
+    def before(self, event: Any) -> list[Kept]:
+        """See `keep_before`."""
+        return keep_before(event)
 
-    def after(self, event: Any, kept: Kept) -> None:
-        """See `kept_after`."""
-        kept_after(event, kept)
+    def after(self, event: Any, kept: list[Kept]) -> None:
+        """See `keep_after`."""
+        keep_after(event, kept)
 
     def compare(self, kept: Kept) -> Compared:
         """Run SGLang's layer and compare the rows that hold a request."""

@@ -82,6 +82,7 @@ NUMERICS = Numerics(
 
 #: Set to 1: K1 has one hop, and K2 forms the core of what it leaves.
 ONE_HOP = "SGLANG_AMD_MONO_ONE_HOP"
+ONE_LAUNCH = "SGLANG_AMD_MONO_ONE_LAUNCH"
 
 #: Environment variables of SGLang: name -> (value needed, why). One that this SGLang does not have is not asked for.
 ENVIRONMENT: dict[str, tuple[Any, str]] = {
@@ -478,6 +479,7 @@ def make_spec(
             verify_tokens=state.verify_tokens(),
             verify_differences=state.verify_differences() if state.verify_tokens() is not None else (),
             one_hop=flag(ONE_HOP, "K1 leaves the gated norm to K2"),
+            one_launch=flag(ONE_LAUNCH, "K2 and the next layer's K1 are one launch"),
         )
         if check.asked():
             attach_check(step, NUMERICS.bounds)

@@ -33,7 +33,8 @@ from sgl_amd_mono.common.peer import PeerBuffer
 from sgl_amd_mono.common.refusals import reason
 from sgl_amd_mono.common.runtime import Kernel, Runtime, RuntimeRequest, describe_fault
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer, tail_front
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.tail_front import FRONT
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class LaunchEvent:
     """What an observer of a launch sees.
 
     Attributes:
-        kind: "k1" or "k2".
+        kind: "k1", "k2", or "k2k1": K2 of the layer and K1 of the next, whose arguments begin with "front_".
         layer: index of the layer.
         width: rows of the step.
         args: ABI name -> tensor or int. Tensors are the live ones: copy what must outlast the launch.
@@ -74,6 +75,17 @@ class LaunchEvent:
     args: dict[str, Any]
     view: state.GdnView | state.AttentionView = field(repr=False)
     forward_batch: Any = field(repr=False)
+    next_view: Any = field(repr=False, default=None)
+
+    def halves(self) -> tuple[LaunchEvent, LaunchEvent]:
+        """A "k2k1" as the two launches that it stands for: what K1 reads of K2's are the same tensors."""
+        front = {name.removeprefix(FRONT): value for name, value in self.args.items() if name.startswith(FRONT)}
+        front |= {"hidden": self.args["out"], "residual": self.args["residual_out"]}
+        tail = {name: value for name, value in self.args.items() if not name.startswith(FRONT)}
+        return (
+            LaunchEvent("k2", self.layer, self.width, tail, self.view, self.forward_batch),
+            LaunchEvent("k1", self.next_view.layer, self.width, front, self.next_view, self.forward_batch),
+        )
 
 
 def places(abi: Sequence[tuple[str, str]], *names: str) -> tuple[int, ...]:
@@ -82,12 +94,17 @@ def places(abi: Sequence[tuple[str, str]], *names: str) -> tuple[int, ...]:
     return tuple(order.index(name) for name in names)
 
 
-#: Where a step puts what changes from step to step: in K1, then in K2.
+#: Where a step puts what changes from step to step: in K1, then in K2, then in both as one.
 K1_HIDDEN, K1_RESIDUAL, K1_RESIDUAL_OUT, K1_STATE_INDEX = places(
     gdn.ABI, "hidden", "residual", "residual_out", "state_index"
 )
 K2_CORE, K2_RESIDUAL, K2_RESIDUAL_OUT, K2_ROW_INDEX, K2_GATES = places(
     layer.ABI, "core", "residual", "residual_out", "row_index", "gates"
+)
+BOTH_CORE, BOTH_RESIDUAL, BOTH_BETWEEN, BOTH_ROW_INDEX, BOTH_GATES, BOTH_RESIDUAL_OUT, BOTH_STATE_INDEX = places(
+    tail_front.ABI,
+    *("core", "residual", "residual_out", "row_index", "gates"),
+    *(FRONT + name for name in ("residual_out", "state_index")),
 )
 
 
@@ -108,6 +125,10 @@ class BoundLaunch:
         self._places = {name: i for i, name in enumerate(self.names)}
         self.arguments = [fixed.get(name) for name in self.names]
         self._launch: Callable[[], None] | None = None
+
+    def fixed(self) -> dict[str, Any]:
+        """The arguments that are set, by name."""
+        return {name: value for name, value in zip(self.names, self.arguments, strict=True) if value is not None}
 
     def with_args(self, **moving: Any) -> list[Any]:
         """A copy of the argument list with some set by name."""
@@ -135,6 +156,7 @@ class WidthLaunches:
     Attributes:
         k1: layer -> bound K1, GDN layers only.
         k2: layer -> bound K2.
+        both: layer -> bound K2 and next K1 in one launch, where the build has it.
         hidden: bf16 [w, H], K2's output.
         residuals: two bf16 [w, H]: a launch reads one and writes the other.
         z: f32 [w, H], hidden + residual as K2 leaves it to the next K1; squares: sums of its squares, f32 [w, H / 8].
@@ -153,6 +175,11 @@ class WidthLaunches:
     row_index: torch.Tensor
     core_z: torch.Tensor | None = None
     core_squares: torch.Tensor | None = None
+    both: dict[int, BoundLaunch] = field(default_factory=dict)
+
+    def every(self) -> tuple[BoundLaunch, ...]:
+        """All launches."""
+        return *self.k1.values(), *self.k2.values(), *self.both.values()
 
 
 class Step:
@@ -187,9 +214,7 @@ class Step:
         self.observers: list[Callable[[LaunchEvent], None]] = []
         self.closing: list[Callable[[], None]] = []
         self.steps = self.passed_on = 0
-        self.launches = {
-            str(bound.kernel): bound.kernel for at in widths.values() for bound in (*at.k1.values(), *at.k2.values())
-        }
+        self.launches = {str(bound.kernel): bound.kernel for at in widths.values() for bound in at.every()}
         self.original, self._widths, self._epoch, self._pools = original, widths, epoch, pools
         self.peers, self._keys, self._stop, self._modes = peers, tuple(keys), stop, modes
         self._bound_pools = 0  # `pools.found` when K1's arguments were set
@@ -262,8 +287,11 @@ class Step:
         # Each launch writes the residual buffer that the one before it did not: SGLang's norm, between a K2 and the
         # next one, returns the buffer that it was given or one of its own.
         out, other = at.residuals
+        joined = {} if verify else at.both
         for view in self.view.layers:
-            if view.kind == "gdn" and front:
+            if view.layer - 1 in joined:
+                core = at.core  # of the launch before
+            elif view.kind == "gdn" and front:
                 core, residual = self._gdn_front(at, view, hidden, residual, out, requests, forward_batch, verify)
                 out, other = other, out
             else:
@@ -272,6 +300,9 @@ class Step:
                     core = state.gdn_core(view, normed, forward_batch)
                 else:
                     core = state.attention_core(view, positions, normed, forward_batch)
+            if view.layer in joined:
+                hidden, residual = self._tail_and_front(at, view, residual, out, other, indices, forward_batch)
+                continue
             hidden, residual = self._layer_tail(at, view, core, residual, out, indices, forward_batch)
             out, other = other, out
         return hidden, residual
@@ -281,15 +312,18 @@ class Step:
         for at in self._widths.values():
             for number, bound in at.k1.items():
                 conv, ssm = self._pools[number].conv, self._pools[number].ssm
-                bound.set(
-                    conv_state=conv,
-                    ssm_state=ssm,
-                    conv_slot_stride=conv.stride(0),
-                    conv_channel_stride=conv.stride(1),
-                    conv_tap_stride=conv.stride(2),
-                    ssm_slot_stride=ssm.stride(0),
+                pools = {
+                    "conv_state": conv,
+                    "ssm_state": ssm,
+                    "conv_slot_stride": conv.stride(0),
+                    "conv_channel_stride": conv.stride(1),
+                    "conv_tap_stride": conv.stride(2),
+                    "ssm_slot_stride": ssm.stride(0),
                     **self._drafts(self._pools[number]),
-                )
+                }
+                bound.set(**pools)
+                if number - 1 in at.both:
+                    at.both[number - 1].set(**{FRONT + name: value for name, value in pools.items()})
         self._bound_pools = self._pools.found
 
     def _gdn_front(
@@ -327,6 +361,31 @@ class Step:
             **gdn.draft_strides(pool.draft_conv, pool.draft_ssm),
         }
 
+    def _tail_and_front(
+        self,
+        at: WidthLaunches,
+        view: state.GdnView,
+        residual: torch.Tensor,
+        between: torch.Tensor,
+        out: torch.Tensor,
+        indices: torch.Tensor,
+        forward_batch: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K2 of one layer and K1 of the next: (hidden, residual in `out`), K2's own residual in `between`. The core and
+        `out` may be what K2 reads: K1 writes them when every workgroup has read them."""
+        bound, following = at.both[view.layer], self.view.layers[view.layer + 1]
+        arguments = bound.arguments
+        arguments[BOTH_CORE] = at.core
+        arguments[BOTH_RESIDUAL] = residual
+        arguments[BOTH_BETWEEN] = between
+        arguments[BOTH_ROW_INDEX] = arguments[BOTH_STATE_INDEX] = indices
+        arguments[BOTH_GATES] = 0 if at.core_z is None else 1
+        arguments[BOTH_RESIDUAL_OUT] = out
+        self._launch("k2k1", bound, out, view, forward_batch, following)
+        if forward_batch.mamba_track_mask is not None:
+            self._pools.track(forward_batch, following.layer, indices)
+        return at.hidden, out
+
     def _layer_tail(
         self,
         at: WidthLaunches,
@@ -348,12 +407,20 @@ class Step:
         self._launch("k2", bound, out, view, forward_batch)
         return at.hidden, out
 
-    def _launch(self, kind: str, bound: BoundLaunch, out: torch.Tensor, view: Any, forward_batch: Any) -> None:
+    def _launch(
+        self,
+        kind: str,
+        bound: BoundLaunch,
+        out: torch.Tensor,
+        view: Any,
+        forward_batch: Any,
+        next_view: Any = None,
+    ) -> None:
         if not (self.before_launch or self.observers):
             bound.launch(self.runtime)
             return
         named = dict(zip(bound.names, bound.arguments))
-        event = LaunchEvent(kind, bound.layer, out.shape[0], named, view, forward_batch)
+        event = LaunchEvent(kind, bound.layer, out.shape[0], named, view, forward_batch, next_view)
         for observer in self.before_launch:
             observer(event)
         bound.launch(self.runtime)
@@ -389,13 +456,15 @@ def build_step(
     verify_tokens: int | None = None,
     verify_differences: Sequence[str] = (),
     one_hop: bool = False,
+    one_launch: bool = False,
     probe: Callable[[torch.device], bool] | None = None,
 ) -> Step:
     """Build, load and warm up every launch of every width on every rank; the ranks agree after each phase.
 
     With `verify_tokens` the server runs verify steps of so many tokens a request; K1 is built for them unless there are
     `verify_differences`, which say why it cannot run them. With `one_hop` K1 leaves the gated norm to K2 in decode
-    steps, at one hand-off less. `probe` says whether SGLang's packed decode rounds beta, as K1 then does in decode
+    steps, at one hand-off less; with `one_launch` K2 of a layer and K1 of the next are one launch in them, where both
+    layers are GDN. `probe` says whether SGLang's packed decode rounds beta, as K1 then does in decode
     steps (default: `stock_probe.rounds_beta`); SGLang's verify kernel does not round it.
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
@@ -433,12 +502,22 @@ def build_step(
             draft_tokens=verify_tokens or 0,
         )
 
+    neighbours = [
+        (first, second)
+        for first, second in zip(view.layers, view.layers[1:])
+        if one_launch and verify_tokens is None and first.kind == second.kind == "gdn"
+    ]
+
+    def both_key(first: state.GdnView, following: state.GdnView, width: int) -> tail_front.TailFrontKey:
+        return tail_front.TailFrontKey(_k2_key(geometry, width, stop, first), k1_key(following, width))
+
     # one K1 for a first layer without residual, one for the others, of each mix of formats that a layer has
     keys: list[Any] = []
     for width in widths:
         keys += dict.fromkeys(k1_key(v, width) for v in view.layers if v.kind == "gdn" and with_k1)
         # one K2 for each form that some layer has: a checkpoint quantises, or leaves out, each projection by itself
         keys += dict.fromkeys(_k2_key(geometry, width, stop, v) for v in view.layers)
+        keys += dict.fromkeys(both_key(*pair, width) for pair in neighbours)
     kernels = agree(group, f"{name}: building the kernels", lambda: dict(zip(keys, runtime.build(keys))))
     same_launches(group, name, view, keys)
     peers = agree(group, f"{name}: the peer buffer", lambda: runtime.peer_buffer(layer.peer_bytes(geometry), group))
@@ -499,6 +578,19 @@ def build_step(
             }
             kernel = kernels[_k2_key(geometry, width, stop, v)]
             at.k2[v.layer] = BoundLaunch(kernel, v.layer, [n for n, _ in layer.ABI], fixed)
+        if neighbours:
+            scratches: dict[bool, torch.Tensor] = {}  # one a layout
+            names = [n for n, _ in tail_front.ABI]
+            for pair in neighbours:
+                key = both_key(*pair, width)
+                fused = key.tail.fused_shared
+                if fused not in scratches:
+                    label = f"k2k1.scratch.w{width}" + (".fused" if fused else "")
+                    scratches[fused] = runtime.zeros(tail_front.scratch_bytes(geometry, width, fused), label)
+                fixed = at.k2[pair[0].layer].fixed() | {"scratch": scratches[fused]}
+                fixed |= {FRONT + name: value for name, value in at.k1[pair[1].layer].fixed().items()}
+                fixed = {name: value for name, value in fixed.items() if name in names}
+                at.both[pair[0].layer] = BoundLaunch(kernels[key], pair[0].layer, names, fixed)
         return at
 
     bound = agree(group, f"{name}: buffers", lambda: {width: bind(width) for width in widths})
@@ -612,7 +704,7 @@ def _warm_up(runtime: Runtime, widths: dict[int, WidthLaunches], kernels: dict[A
     """Launch each kernel once in mode 0, in the same order on every rank: it returns at once and touches nothing."""
     seen: set[int] = set()
     for at in widths.values():
-        for bound in (*at.k1.values(), *at.k2.values()):
+        for bound in at.every():
             if id(bound.kernel) in seen:
                 continue
             seen.add(id(bound.kernel))

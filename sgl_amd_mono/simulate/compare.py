@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sgl_amd_mono.common.check import Difference, Kept, difference, failures, row_differences
-from sgl_amd_mono.qwen38_a95b_mxfp4.check import StockTail, kept_after, kept_before, stock_front
+from sgl_amd_mono.qwen38_a95b_mxfp4.check import StockTail, keep_after, keep_before, stock_front
 
 SIMULATED_BOUNDS = {
     "k1.core.rel": 5e-3,
@@ -80,22 +80,29 @@ class LaunchRecorder:
         self.records: list[LaunchRecord] = []
         self.rank = rank
         self.case = self.step = 0
-        self._kept: Kept | None = None
+        self._kept: list[Kept] = []
         self._runtime = step.runtime
         step.before_launch.append(self._before)
         step.observers.append(self._after)
 
     def _before(self, event: Any) -> None:
         _reports(self._runtime).clear()
-        self._kept = kept_before(event)
+        self._kept = keep_before(event)
 
     def _after(self, event: Any) -> None:
-        kept, self._kept = self._kept, None
-        kept_after(event, kept)
+        kept, self._kept = self._kept, []
+        keep_after(event, kept)
+        figures = simulated(_reports(self._runtime))
+        for half in kept:
+            record = self._record(half, event.width)
+            record.simulated, figures = figures, {}  # a launch of two halves is counted once
+            self.records.append(record)
+
+    def _record(self, kept: Kept, width: int) -> LaunchRecord:
         real = kept.inputs["index"] > 0
-        record = LaunchRecord(self.case, self.step, event.kind, event.layer, event.width, int(real.sum()), self.rank)
+        record = LaunchRecord(self.case, self.step, kept.launch, kept.layer, width, int(real.sum()), self.rank)
         found = {name: value[real] for name, value in kept.outputs.items()}
-        if event.kind == "k1":
+        if kept.launch == "k1":
             stock = stock_front(kept)
             record.outputs = {name: difference(value, stock[name][real]) for name, value in found.items()}
             record.failures = failures("k1", record.outputs, self.bounds)
@@ -119,8 +126,7 @@ class LaunchRecorder:
                 "res_out": difference(found["res_out"], tail.residual[real]),
             }
             record.failures = failures("k2", record.outputs, self.bounds)
-        record.simulated = simulated(_reports(self._runtime))
-        self.records.append(record)
+        return record
 
 
 def digest(*tensors: torch.Tensor) -> str:

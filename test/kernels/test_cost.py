@@ -199,8 +199,11 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.Captur
     picture = tmp_path / "cost.svg"
     command = ["cost", "qwen38-a95b", "--geometry", "small", "--widths", "1", "--seed", str(SEED), "--json"]
     assert cli.main([*command, "--picture", str(picture)]) == 0
-    found = json.loads(capsys.readouterr().out)["launches"]
-    assert [(c["launch"], c["width"], c["seed"]) for c in found] == [("k1", 1, SEED), ("k2", 1, SEED)]
+    printed = json.loads(capsys.readouterr().out)
+    found, (pair,) = printed["launches"], printed["pairs"]
+    assert [(c["launch"], c["width"], c["seed"]) for c in found] == [(name, 1, SEED) for name in ("k1", "k2", "k2k1")]
+    assert pair["fixed_two"] > pair["fixed_one"] and pair["overlap_two"] > pair["overlap_one"]
+    assert [h["name"] for h in found[2]["hops"]] == [*(h["name"] for h in found[1]["hops"]), "NEXT", "PROJ", "ONRM"]
     assert [h["name"] for h in found[1]["hops"]] == ["AR", "MSQ", "RLOG", "INTER", "FINAL"]
     assert found[1]["routes"] and found[1]["modelled_fixed_us"] > 5
     drawn = " ".join(text for text in ET.fromstring(picture.read_text()).itertext())

@@ -125,11 +125,11 @@ class Steps:
             hook(SimpleNamespace(kind="k1", layer=3))
         return "logits"
 
-    def before(self, event: Any) -> Kept:
-        return Kept(event.kind, event.layer, {}, None, None)
+    def before(self, event: Any) -> list[Kept]:
+        return [Kept(event.kind, event.layer, {}, None, None)]
 
-    def after(self, event: Any, kept: Kept) -> None:
-        kept.outputs = {"core": torch.tensor(self.cosines.pop(0))}
+    def after(self, event: Any, kept: list[Kept]) -> None:
+        kept[0].outputs = {"core": torch.tensor(self.cosines.pop(0))}
 
     def compare(self, kept: Kept) -> Compared:
         return compared([0], [float(kept.outputs["core"])])

@@ -82,4 +82,4 @@ def test_an_unknown_model_or_launch_is_refused(capsys: pytest.CaptureFixture[str
     assert "unknown model 'llama'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["cost", "--launch", "k3"])
-    assert "found 'k3'; needed: k1, k2 or k1,k2" in capsys.readouterr().err
+    assert "found 'k3'; needed: k1, k2, k2k1, comma-separated" in capsys.readouterr().err

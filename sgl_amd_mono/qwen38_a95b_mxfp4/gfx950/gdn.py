@@ -309,6 +309,11 @@ def lds_layout(key: GdnKey) -> dict[str, int]:
     return layout
 
 
+def lds_bytes(key: GdnKey) -> int:
+    """Bytes of LDS of one workgroup."""
+    return sum(-(-n // 16) * 16 for n in lds_layout(key).values())
+
+
 def ba_columns(geometry: Geometry) -> int:
     """Columns of a wave in one K slice of an in_proj_ba group."""
     return geometry.wave_columns // geometry.ba_slices
@@ -517,10 +522,20 @@ def check_args(key: GdnKey, **tensors: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Within:
+    """The launch of which K1's stages are the second part: its LDS with room for `lds_bytes`, its hand-offs under K1's
+    tag, and the place of K1's waits in its chain. z and squares were stored in the same launch, at agent scope."""
+
+    lds: Any
+    sync: Any
+    order: int
+
+
 class _Front:
     """State of one K1 while it is traced: arguments, where this thread is, LDS regions, mailboxes."""
 
-    def __init__(self, key: GdnKey, args: dict[str, Any]) -> None:
+    def __init__(self, key: GdnKey, args: dict[str, Any], within: Within | None = None) -> None:
         from sgl_amd_mono.common import device as d
         from sgl_amd_mono.common import gemv
         from sgl_amd_mono.common.sync import Region, Sync
@@ -536,22 +551,28 @@ class _Front:
         self.block = d.block_id()
 
         layout = lds_layout(key)
-        lds = d.Lds(sum(-(-n // 16) * 16 for n in layout.values()))
+        lds = d.Lds(lds_bytes(key)) if within is None else within.lds
         self.lds = {name: lds.take(nbytes) for name, nbytes in layout.items()}
-        self.sync = Sync(
-            epoch=args["epoch"],
-            slot=args["layer_slot"],
-            peers=args["peers"],
-            rank=args["rank"],
-            ranks=g.tp,
-            deadline_ticks=args["deadline_ticks"],
-            mode=args["mode"],
-            dead=self.lds["DEAD"],
-            stop=key.stop,
+        self.given_cache = d.PLAIN if within is None else d.AGENT  # of z and squares
+        self.order = WAIT_ORDER if within is None else dict.fromkeys(WAIT_ORDER, within.order)
+        self.sync = (
+            within.sync
+            if within is not None
+            else Sync(
+                epoch=args["epoch"],
+                slot=args["layer_slot"],
+                peers=args["peers"],
+                rank=args["rank"],
+                ranks=g.tp,
+                deadline_ticks=args["deadline_ticks"],
+                mode=args["mode"],
+                dead=self.lds["DEAD"],
+                stop=key.stop,
+            )
         )
         regions = scratch_regions(g, key.width)
         self.region = {
-            name: Region(REGIONS.index(name), args["scratch"] + d.I64(regions[name][0]), order=WAIT_ORDER[name])
+            name: Region(REGIONS.index(name), args["scratch"] + d.I64(regions[name][0]), order=self.order[name])
             for name in REGIONS
         }
 
@@ -596,18 +617,23 @@ def kernel_body(key: GdnKey) -> Callable[..., None]:
         rows = load_rows(c)
         weights = Weights(c)
         weights.issue(weights.beside(c.rows))
-        rstd = norm_scales(c, rows)
-        normalise(c, rows, rstd, weights)
-        weights.issue(weights.steps)
-        unit = in_proj(c, weights)
-        if key.draft_tokens:
-            verify_units(c, unit)
-        elif key.unit_rounds == 1:
-            gdn_unit(c, unit)
-        else:
-            gdn_rounds(c, unit)
+        finish_front(c, rows, weights)
 
     return gdn_front
+
+
+def finish_front(c: _Front, rows: Rows, weights: Weights) -> None:
+    """The stages behind the first loads."""
+    rstd = norm_scales(c, rows)
+    normalise(c, rows, rstd, weights)
+    weights.issue(weights.steps)
+    unit = in_proj(c, weights)
+    if c.key.draft_tokens:
+        verify_units(c, unit)
+    elif c.key.unit_rounds == 1:
+        gdn_unit(c, unit)
+    else:
+        gdn_rounds(c, unit)
 
 
 # ---- loads at the start -----------------------------------------------------------------------------------------
@@ -628,7 +654,7 @@ def load_rows(c: _Front) -> Rows:
     used first. z = f32(hidden) + f32(residual)."""
     d, g, a = c.d, c.g, c.a
 
-    def columns(name: str, row: int, size: int) -> list[Any]:
+    def columns(name: str, row: int, size: int, cache: Any = d.PLAIN) -> list[Any]:
         """The lane's columns as words, `size` bytes a column."""
         buffer, out = d.Buffer(a[name]), []
         words = c.lane_columns * size // 4
@@ -636,15 +662,15 @@ def load_rows(c: _Front) -> Rows:
         like = d.I32 if each == 1 else d.vec(d.I32, each)
         for first in range(0, words, each):
             at = c.tid * (4 * words) + 4 * first
-            out += c.words(buffer.load(at, like, scalar=row * g.hidden * size), each)
+            out += c.words(buffer.load(at, like, cache, scalar=row * g.hidden * size), each)
         return out
 
-    def every(name: str, size: int, wanted: bool) -> list[list[Any]]:
-        return [columns(name, t, size) for t in range(c.rows)] if wanted else []
+    def every(name: str, size: int, wanted: bool, cache: Any = d.PLAIN) -> list[list[Any]]:
+        return [columns(name, t, size, cache) for t in range(c.rows)] if wanted else []
 
     given = c.key.given_z
     return Rows(
-        z=every("z", F32_BYTES, given),
+        z=every("z", F32_BYTES, given, c.given_cache),
         hidden=every("hidden", BF16_BYTES, not given),
         residual=every("residual", BF16_BYTES, not given and not c.key.first_layer),
         norm_w=columns("norm_w", 0, BF16_BYTES),
@@ -1096,7 +1122,7 @@ def _given_scales(c: _Front) -> list[Any]:
         like = d.I32 if piece == 1 else d.vec(d.I32, piece)
         for first in range(0, each, piece):
             at = c.wave * (g.z_sums * F32_BYTES) + c.lane * (each * F32_BYTES) + first * F32_BYTES
-            words += c.words(d.load(c.a["squares"], at, like), piece)
+            words += c.words(d.Buffer(c.a["squares"]).load(at, like, c.given_cache), piece)
         sums = [d.bitcast(word, d.F32) for word in words]
         while len(sums) > 1:  # distance 8, 4, 2, 1
             half = len(sums) // 2
@@ -1843,7 +1869,7 @@ def store_windows(c: _Front, u: Unit, windows: list[list[Any]]) -> None:
     readers = g.heads_per_key * g.units_per_head
     with d.if_(d.compare("eq", d.unsigned_divide(u.index, readers)[1], d.I32(0))):
         place = c.region["PROJ" if c.key.one_hop else "ONRM"].base
-        window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), place, order=WAIT_ORDER["WINDOW"])
+        window = type(c.region["ONRM"])(REGION_NAMES.index("WINDOW"), place, order=c.order["WINDOW"])
         units = [
             u.row * g.gdn_units + u.index + ((c.lane + WAVE * n) & (readers - 1))
             for n in range(max(1, readers // WAVE))
