@@ -18,7 +18,7 @@ from .errors import SimError
 
 OBJDUMP_VARIABLE = "SGLANG_AMD_MONO_LLVM_OBJDUMP"
 OLDEST_LLVM = 20
-CANDIDATES = ("llvm-objdump-23", "llvm-objdump-22", "llvm-objdump-21", "llvm-objdump-20", "llvm-objdump")
+TOOL = "llvm-objdump"
 ROCM_FOLDER = "llvm/bin"
 TIMEOUT_S = 120
 INSTALL = (
@@ -32,7 +32,6 @@ _LINE = re.compile(
 )
 _BRANCH = re.compile(r"^(s_branch|s_cbranch_\w+)\b|^(s_call_b64)\s")
 _COUNTED_FROM_PC = ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64")
-_PADDING = ("s_nop", "s_code_end")
 
 
 def _version(tool: str) -> int | None:
@@ -43,6 +42,13 @@ def _version(tool: str) -> int | None:
         return None
     match = re.search(r"LLVM version (\d+)", done.stdout)
     return int(match.group(1)) if match else None
+
+
+def _candidates(search: str) -> list[str]:
+    """Names of tools in the folders of `search`: those with a version in their name, newest first, then the plain."""
+    files = [path.name for folder in search.split(os.pathsep) for path in Path(folder).glob(f"{TOOL}-*")]
+    versions = {int(match.group(1)) for match in map(re.compile(rf"{TOOL}-(\d+)").fullmatch, files) if match}
+    return [*(f"{TOOL}-{version}" for version in sorted(versions, reverse=True)), TOOL]
 
 
 def find_objdump() -> str:
@@ -56,7 +62,7 @@ def find_objdump() -> str:
         [os.environ.get("PATH", ""), str(Path(os.environ.get("ROCM_PATH") or "/opt/rocm") / ROCM_FOLDER)]
     )
     seen = []
-    for name in [named] if named else CANDIDATES:
+    for name in [named] if named else _candidates(search):
         tool = shutil.which(name, path=search)
         version = _version(tool) if tool else None
         if tool and version is not None and version >= OLDEST_LLVM:

@@ -80,8 +80,8 @@ class ElfCodeObject:
         _need(data[4:6] == b"\x02\x01", "it is not a 64-bit little-endian ELF file")
         try:
             self._read(data)
-        except struct.error as error:
-            raise SimError(f"not a gfx950 code object: the ELF file is truncated ({error})") from error
+        except (struct.error, IndexError) as error:
+            raise SimError(f"not a gfx950 code object: the ELF file is truncated or damaged ({error})") from error
 
     def _read(self, data: bytes) -> None:
         machine = struct.unpack_from("<H", data, 18)[0]

@@ -131,6 +131,14 @@ def changed(at: int, new: bytes) -> bytes:
     return bytes(data)
 
 
+def with_metadata_cut() -> bytes:
+    """Its metadata's map says that it goes on behind the note."""
+    data = code_object()
+    at = data.index(b"AMDGPU\0\0") + len(b"AMDGPU\0\0")
+    assert data[at] & 0xF0 == 0x80  # a MessagePack map of few members
+    return changed(at, b"\x8f")
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -143,6 +151,7 @@ def changed(at: int, new: bytes) -> bytes:
         (lambda: code_object()[: len(code_object()) // 2], "truncated"),
         (lambda: code_object().replace(b"isa_test.kd", b"isa_best.kd", 1), "no kernel descriptor"),
         (lambda: code_object().replace(b"AMDGPU\0\0", b"OTHERS\0\0"), "no AMDGPU metadata"),
+        (lambda: with_metadata_cut(), "truncated or damaged"),
     ],
 )
 def test_other_files_are_refused(data: object, message: str) -> None:
@@ -204,9 +213,10 @@ def test_an_old_disassembler_is_refused_by_name(only: Path) -> None:
 
 
 def test_the_newest_on_path_is_taken_and_the_variable_goes_first(only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in (20, 22):
+    for version in (20, 9, 100, 22):
         tool(only, f"llvm-objdump-{version}", f"LLVM version {version}.1.0")
-    assert find_objdump() == str(only / "llvm-objdump-22")
+    tool(only, "llvm-objdump-new", "LLVM version 101.1.0")
+    assert find_objdump() == str(only / "llvm-objdump-100")
     monkeypatch.setenv(OBJDUMP_VARIABLE, str(only / "llvm-objdump-20"))
     assert find_objdump() == str(only / "llvm-objdump-20")
     monkeypatch.setenv(OBJDUMP_VARIABLE, str(only / "absent"))
@@ -239,20 +249,28 @@ SCRIPT = Path(__file__).resolve().parents[3] / ".ci" / "disassembler"
 SHELL_TOOLS = ("bash", "sed", "sort", "head", "awk", "cat", "env")
 
 
-def run_script(folder: Path, user: int, candidates: str = "", installs: str = "") -> subprocess.CompletedProcess[str]:
-    """The script with nothing on PATH but a shell and stand-ins of apt; `installs`: the tool that apt-get leaves."""
+def run_script(
+    folder: Path, user: int, candidates: str = "", installs: str = "", old_lists: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The script with nothing on PATH but a shell and stand-ins of apt.
+
+    installs: the tool that apt-get leaves; old_lists: only after an update. variables: of the environment.
+    """
     for name in SHELL_TOOLS:
         (folder / name).symlink_to(shutil.which(name))
     tool(folder, "id", str(user))
     calls = folder / "calls"
-    install = f"[ $1 = install ] && cat {folder}/new > {folder}/{installs}" if installs else "true"
+    ready = folder / "updated"
+    install = f"[ $1 = update ] && : > {ready}\n[ $1 = install ] || exit 0\n"
+    install += f"[ -e {ready} ] || exit 100\n" if old_lists else ""
+    install += f"cat {folder}/new > {folder}/{installs}" if installs else "true"
     for name, body in (("apt-cache", f"printf '{candidates}'"), ("apt-get", f'echo "$@" >> {calls}\n{install}')):
         (folder / name).write_text(f"#!/bin/sh\n{body}\nexit 0\n")
         (folder / name).chmod(0o755)
     if installs:
         tool(folder, "new", "LLVM version 21.1.0")
         tool(folder, installs, "LLVM version 14.0.0")
-    environment = {"PATH": str(folder), "ROCM_PATH": str(folder / "rocm")}
+    environment = {"PATH": str(folder), "ROCM_PATH": str(folder / "rocm"), **variables}
     done = subprocess.run(
         ["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -270,6 +288,25 @@ def test_ci_installs_the_newest_candidate(tmp_path: Path) -> None:
     names = "llvm-9 - x\\nllvm-19 - x\\nllvm-21 - x\\nllvm-20 - x\\n"
     done = run_script(tmp_path, user=0, candidates=names, installs="llvm-objdump-21")
     assert done.returncode == 0 and "install -qq -y --no-install-recommends llvm-21" in done.stdout
+
+
+def test_ci_updates_old_package_lists(tmp_path: Path) -> None:
+    done = run_script(tmp_path, 0, candidates="llvm-21 - x\\n", installs="llvm-objdump-21", old_lists=True)
+    calls = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith("==")]
+    assert done.returncode == 0 and calls == ["install", "update", "install"]
+
+
+def test_ci_says_that_an_install_failed(tmp_path: Path) -> None:
+    done = run_script(tmp_path, user=0, candidates="llvm-21 - x\\n")
+    assert done.returncode == 1 and "llvm-21 could not be installed" in done.stderr
+
+
+def test_ci_names_a_variable_that_is_wrong(tmp_path: Path) -> None:
+    """The variable goes first, so another tool on PATH does not help, nor does an installation."""
+    tool(tmp_path, "llvm-objdump-22", "LLVM version 22.1.8")
+    old = tool(tmp_path, "old", "LLVM version 14.0.6")
+    done = run_script(tmp_path, 0, candidates="llvm-22 - x\\n", **{OBJDUMP_VARIABLE: str(old)})
+    assert done.returncode == 1 and f"{OBJDUMP_VARIABLE}={old} is of LLVM 14" in done.stderr and done.stdout == ""
 
 
 def test_ci_says_where_it_cannot(tmp_path: Path) -> None:
