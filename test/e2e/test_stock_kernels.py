@@ -19,7 +19,7 @@ from sgl_amd_mono.simulate import harness, rocm_import
 REPOSITORY = Path(__file__).resolve().parents[2]
 FRONTS, LAYERS = 3, 4  # GDN layers of the `small` geometry, and all of them
 
-pytestmark = pytest.mark.xdist_group("big")
+pytestmark = pytest.mark.xdist_group("stock")
 
 
 @pytest.fixture(scope="module")
