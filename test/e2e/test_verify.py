@@ -3,7 +3,8 @@
 
 Loaded with SGLang's speculative arguments and check mode, so that every launch is compared with SGLang's own layer.
 K2 alone is what a server gets whose drafts K1 does not cover: SGLang's own GDN then keeps the states. In `make test` K1
-and K2 as compiled, on the simulator, and K2 by its definition; with `--full` the others too.
+and K2 as compiled, on the simulator, and K2 by its definition; with `--full` the others too, and K1 beside SGLang's own
+Triton kernels as compiled for gfx950.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ full = pytest.mark.full
 pytestmark = pytest.mark.xdist_group("big")
 
 
-def run(folder: Path, runtime: str, front: str) -> dict[str, Any]:
+def run(folder: Path, runtime: str, front: str, kernels: str = "torch") -> dict[str, Any]:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "test"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, verify_run.__file__, str(folder), runtime, front],
-        env=os.environ | {"PYTHONPATH": path, "SGLANG_AMD_MONO_CHECK": "1"},
+        env=os.environ | {"PYTHONPATH": path, "SGLANG_AMD_MONO_CHECK": "1", "SGLANG_AMD_MONO_SIMULATE_STOCK": kernels},
         capture_output=True,
         text=True,
         timeout=1800,
@@ -49,6 +50,7 @@ def run(folder: Path, runtime: str, front: str) -> dict[str, Any]:
         "double-stock",
         pytest.param("double-k1", marks=full),
         pytest.param("simulator-stock", marks=full),
+        pytest.param("simulator-k1-triton", marks=full),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 A TARGET_VERIFY batch of 4 tokens a request is built by hand (no draft model runs): a chain of draft tokens behind each
 request's prefix. The model is loaded with SGLang's speculative arguments, so its pools hold a state a draft token.
 RUNTIME: `double` or `simulator`. FRONT: `k1`, or `stock` for a server whose verify steps K1 does not cover. PyTorch
-stands in for the two Triton kernels that SGLang's verify GDN calls; SGLang's own code commits the accepted states.
+stands in for the two Triton kernels that SGLang's verify GDN calls, unless SGLANG_AMD_MONO_SIMULATE_STOCK asks for them
+(`triton`); SGLang's own code commits the accepted states.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ def load(folder: Path, runtime: str, front: str) -> tuple[Any, Any]:
     # compiles a Triton kernel that moves tokens of a draft tree; a chain moves none
     MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: None
     loaded = spec_double.load_sglang(folder)
+    if harness.chosen_stock() == "triton":  # SGLang's own kernels, on the simulator
+        return loaded, spec_double.built_step(loaded.model)
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
 

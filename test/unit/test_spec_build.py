@@ -274,3 +274,56 @@ def test_numerics_are_multiples_of_the_noise_that_is_measured(spec: Any) -> None
         bound = spec.NUMERICS.bound(name if name.endswith(".rel") else f"{name}.cosine")
         allowed = bound if name.endswith(".rel") else 1 - bound
         assert allowed >= 10 * floor, f"{name}: the bound {bound} is within the noise"
+
+
+@pytest.mark.parametrize(
+    ("spec", "mamba", "found"),
+    [
+        ({}, {}, []),
+        ({}, {"linear_attn_verify_backend": "triton"}, []),
+        ({"speculative_eagle_topk": 4}, {}, ["the drafts are no chain (--speculative-eagle-topk 4)"]),
+        ({"speculative_eagle_topk": None}, {}, ["the drafts are no chain (--speculative-eagle-topk None)"]),
+        (
+            {},
+            {"linear_attn_verify_backend": "flashinfer"},
+            ["the states are kept for --linear-attn-verify-backend flashinfer"],
+        ),
+        ({}, {"enable_linear_replayssm_spec": True}, ["ReplaySSM keeps no state a draft token"]),
+        ({}, {"enable_linear_replayssm": True}, ["ReplaySSM keeps no state a draft token"]),
+    ],
+)
+def test_why_k1_does_not_run_verify_steps(
+    spec: dict[str, Any], mamba: dict[str, Any], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SGLang's own configuration classes."""
+    from sgl_amd_mono.simulate import harness
+
+    harness.prepare()
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.fields.exec_ import ExecMamba
+    from sglang.srt.arg_groups.fields.spec import Spec
+
+    from sgl_amd_mono.common import state
+
+    speculative, linear = Spec(**({"speculative_eagle_topk": 1} | spec)), ExecMamba(**mamba)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: speculative)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(mamba=linear))
+    assert state.verify_differences() == found
+
+
+def test_draft_states_that_k1_cannot_write() -> None:
+    """A verify step's pools: places and tokens to spare, strides that overlap, and what is refused."""
+    g, tokens = SMALL, 4
+    plain = pools()
+    windows = torch.zeros(3, g.conv_channels, tokens + 2, dtype=torch.bfloat16)
+    windows = windows.as_strided((3, tokens, g.conv_channels, 3), (windows.stride(0), 1, tokens + 2, 1))
+    states = torch.zeros(3, tokens, g.value_heads, g.head_dim, g.head_dim)
+
+    def said(conv: torch.Tensor | None, ssm: torch.Tensor | None) -> list[str]:
+        return pool_reasons(LayerState(plain.conv, plain.ssm, conv, ssm), g, "float32", 4, tokens)
+
+    assert said(windows, states) == []
+    assert [line.split(":")[0] for line in said(None, None)] == ["draft conv states", "draft SSM states"]
+    assert said(windows, states.bfloat16())[0].startswith("draft SSM states: found torch.bfloat16 ")
+    assert "at least 4 tokens" in said(windows[:, :3], states)[0]
+    assert said(windows, states.transpose(3, 4))[0].startswith("draft SSM states: found strides ")
