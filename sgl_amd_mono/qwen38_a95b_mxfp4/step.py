@@ -628,6 +628,7 @@ def describe_launches(
         forms = {"in_proj_qkvz": "qkvz_format", "in_proj_ba": "ba_format", "output projection": "projection"}
         packed = [name for name, form in forms.items() if getattr(key, form, gdn.BF16) == gdn.MXFP4]
         states += f", MXFP4 {' and '.join(packed)}" if packed else ""
+        states += ", gated norm in k2" if getattr(key, "one_hop", False) else ""
         states += ", shared expert fused" if getattr(key, "fused_shared", False) else ""
         tokens = getattr(key, "draft_tokens", 0)
         states += f", {tokens} draft tokens a request" if tokens else ""

@@ -15,12 +15,13 @@ from helpers import noise
 from sgl_amd_mono.common.refusals import by_layer
 from sgl_amd_mono.common.state import AttentionView, LayerState, ModelView, MoeView, RankGroup
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
-from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import gdn, layer, tail_front
 from sgl_amd_mono.qwen38_a95b_mxfp4.step import (
     K2_SLOT,
     MAX_LAYERS,
     BoundLaunch,
     agree,
+    describe_launches,
     places,
     pool_reasons,
     same_launches,
@@ -195,6 +196,47 @@ def test_pools_that_fit() -> None:
 )
 def test_pools_that_do_not_fit(found: LayerState, line: str) -> None:
     assert any(said.startswith(line) for said in pool_reasons(found, SMALL, "float32", 4))
+
+
+def variants(width: int) -> dict[str, Any]:
+    """A word of each variant -> a key of it."""
+    return {
+        "first_layer": gdn.GdnKey(SMALL, width, first_layer=True),
+        "state_dtype_bfloat16": gdn.GdnKey(SMALL, width, state_dtype="bfloat16"),
+        "one_hop": gdn.GdnKey(SMALL, width, one_hop=True),
+        "qkvz_format_mxfp4": gdn.GdnKey(SMALL, width, qkvz_format=gdn.MXFP4),
+        "draft_tokens_4": gdn.GdnKey(SMALL, 4, draft_tokens=4),
+        "projection_mxfp4": layer.LayerKey(SMALL, width, projection="mxfp4"),
+        "fused_shared": layer.LayerKey(SMALL, width, fused_shared=True),
+        "fused_shared_": tail_front.TailFrontKey(
+            layer.LayerKey(SMALL, width, fused_shared=True), gdn.GdnKey(SMALL, width)
+        ),
+    }
+
+
+def test_a_trace_reads_by_the_kernels_names() -> None:
+    """Model, launch, width, variant; and no two kernels of a server share a name."""
+    named = [pair for width in (1, 8) for pair in (variants(width) | {"": layer.LayerKey(SMALL, width)}).items()]
+    for word, key in named:
+        assert key.name.startswith(f"qwen38_a95b_{key.launch}_s{key.width}_") and word in key.name, key.name
+    assert {key.launch for _, key in named} == {"k1", "k2", "k2k1"}
+    both = [key for width in (1, 8) for key in (*variants(width).values(), *keys(width))]
+    assert len({key.name for key in both}) == len(set(both))
+
+
+def test_one_line_lists_launches_widths_and_resources() -> None:
+    resources = [SimpleNamespace(vgprs=200 + n, sgprs=90, lds_bytes=1000 * n) for n in range(4)]
+    built = [*keys(1), gdn.GdnKey(SMALL, 2, first_layer=True, one_hop=True), layer.LayerKey(SMALL, 2)]
+    kernels = {
+        key: SimpleNamespace(artifact=SimpleNamespace(resources=found, grid=32, block=512))
+        for key, found in zip(built, resources, strict=True)
+    }
+    assert describe_launches(kernels, None) == (
+        "k1 of the first layer with float32 state, gated norm in k2, widths 2 "
+        "(202 VGPRs, 90 SGPRs, 2000 B of LDS, 32 x 512 threads); "
+        "k1 with float32 state, widths 1 (200 VGPRs, 90 SGPRs, 0 B of LDS, 32 x 512 threads); "
+        "k2, widths 1, 2 (203 VGPRs, 90 SGPRs, 3000 B of LDS, 32 x 512 threads)"
+    )
 
 
 def test_lines_of_many_layers_are_one() -> None:

@@ -119,7 +119,9 @@ class TailFrontKey(BuildKey):
 
     @property
     def name(self) -> str:
-        return f"{self.model}_{self.launch}_s{self.width}_{self.digest()[:8]}"
+        parts = (self.tail, self.front)  # each one's variant, from between its width and its digest
+        variants = [key.name.removeprefix(f"{key.model}_{key.launch}_s{key.width}").rpartition("_")[0] for key in parts]
+        return f"{self.model}_{self.launch}_s{self.width}{''.join(variants)}_{self.digest()[:8]}"
 
     @property
     def grid(self) -> int:
