@@ -101,6 +101,16 @@ def test_wider_batches_on_the_simulator(simulated_rest: dict[str, Any], case: st
     within_bounds(simulated_rest[case], BATCHES[case])
 
 
+@pytest.mark.full
+def test_one_launch_is_checked_as_two(tmp_path: Path) -> None:
+    """K2 and the next K1 in one launch: both halves are compared, with and without a mistake in the second."""
+    cases = ["1 row", "3 rows", "weight"]
+    found = run(tmp_path, "simulator", cases, SGLANG_AMD_MONO_ONE_LAUNCH="1")
+    for case in ("1 row", "3 rows"):
+        within_bounds(found[case], BATCHES[case])
+    stopped(found["weight"], "weight")
+
+
 def test_mxfp4_projections_on_the_simulator(mxfp4: dict[str, Any]) -> None:
     """The launches beside SGLang's own Quark linear, which the checkpoint's exclude list gives to some projections."""
     bf16, packed = "bfloat16", "mxfp4"

@@ -89,6 +89,22 @@ def test_the_one_hop_pair_has_the_bits_of_two_hops(on_arm: OnArm, monkeypatch: p
     assert hops == [{1}, {2}]
 
 
+@pytest.mark.full
+def test_one_launch_of_k2_and_the_next_k1_has_the_bits_of_two(on_arm: OnArm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half is compared with SGLang's layer as ever; K2's bits are those of the separate launches."""
+    two = on_arm().on["records"]
+    monkeypatch.setenv("SGLANG_AMD_MONO_ONE_LAUNCH", "1")
+    outcome = on_arm()
+    assert report.judge(outcome).problems == []
+    one = outcome.on["records"]
+    assert sorted((r.step, r.layer, r.kind, r.digest) for r in one) == sorted(
+        (r.step, r.layer, r.kind, r.digest) for r in two
+    )
+    assert any(r.digest for r in one)
+    counted = [[(r.kind, r.layer) for r in records if r.step == 1 and not r.simulated] for records in (one, two)]
+    assert counted == [[("k1", 1), ("k1", 2)], []], "of three GDN layers two K1 follow a K2 in its launch"
+
+
 def test_the_definitions_agree_with_sglang(on_arm: OnArm) -> None:
     """The float64 definitions of K1 and K2 in the launches' place: nothing but the launches may fail the test above."""
     assert report.judge(on_arm("spec_double:DoubleRuntime")).problems == []
