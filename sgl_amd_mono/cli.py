@@ -13,7 +13,7 @@ STOCK = ("triton", "torch")
 MOE = ("auto", "amd", "torch")
 GEOMETRIES = ("qwen38-a95b", "small")
 COST_LAUNCHES = ("k1", "k2", "k2k1")
-PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")  # that may be MXFP4 instead of bf16
+PROJECTIONS = ("in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj")  # that may be MXFP4 instead of bf16
 MODEL_ALIASES = {"qwen38-a95b": "qwen38_a95b_mxfp4"}
 
 
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAMES",
         help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
     )
+    compile_.add_argument("--fused-shared", action="store_true", help="K2 with the shared expert fused into the routed")
     compile_.add_argument("--one-hop", action="store_true", help="K1 as SGLANG_AMD_MONO_ONE_HOP=1 runs it")
     compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
     compile_.add_argument(
@@ -100,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAMES",
         help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
     )
+    cost.add_argument("--fused-shared", action="store_true", help="K2 with the shared expert fused into the routed")
     cost.add_argument("--one-hop", action="store_true", help="beside it the pair in which K2 does K1's gated norm")
     cost.add_argument("--seed", type=int, default=0, help="seed of inputs, routes and the simulator's schedule")
     cost.add_argument(
@@ -186,7 +188,7 @@ def _compile(options: argparse.Namespace) -> int:
     from sgl_amd_mono.common.geometry import GeometryError
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import GdnKey, gdn_formats
-    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey, projection_formats
 
     linked = _links(options.link)
     try:
@@ -200,7 +202,10 @@ def _compile(options: argparse.Namespace) -> int:
             for key in (
                 GdnKey(geometry, width, first_layer=True, state_dtype=options.state_dtype, **formats),
                 GdnKey(geometry, width, first_layer=False, state_dtype=options.state_dtype, **formats),
-                LayerKey(geometry, width),
+                *(
+                    LayerKey(geometry, width, projection=form, fused_shared=options.fused_shared)
+                    for form in projection_formats(options.mxfp4)
+                ),
             )
         ]
         artifacts = build_all(keys, binary=linked, processes=options.jobs, progress=_to_stderr)
@@ -261,6 +266,7 @@ def _cost(options: argparse.Namespace) -> int:
             lambda text: _to_stderr(f"  .. {text}"),
             mxfp4=options.mxfp4,
             one_hop=options.one_hop,
+            fused_shared=options.fused_shared,
         )
         if options.picture:
             options.picture.write_text(picture.svg(costs, assume))

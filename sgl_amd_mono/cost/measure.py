@@ -311,11 +311,10 @@ def k2(
     weights: list[Any] | None = None,
     one_hop: bool = False,
 ) -> Cost:
-    """Counts of K2 (not a step's last launch) on rank 0 of all ranks. weights: `k2_weights`, to share them. one_hop: K2
-    behind a one-hop K1, whose core it forms."""
+    """Counts of K2 (not a step's last launch) on rank 0 of all ranks. weights: `k2_weights`, to share them, and of the
+    variant that is meant. one_hop: K2 behind a one-hop K1, whose core it forms."""
     from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
-    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import LayerKey
     from sgl_amd_mono.sim import CodeObject
 
     inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1).rows(range(width))
@@ -326,9 +325,9 @@ def k2(
     )
     result = bench.run(inputs, deadline=DEADLINE_TICKS, program=CodeObject.parse(isa) if isa else None)
     routes = [sorted(row) for row in result.route()[0].tolist()]
-    artifact = trial_k2.artifact(geometry, width, True)
+    artifact, key = trial_k2.artifact(geometry, width, True, bench.variant), bench.variant.key(geometry, width, True)
     names = {f"scratch{width}": "scratch"}
-    found = of_report(result.report, artifact, LayerKey(geometry, width), seed=seed, routes=routes, names=names)
+    found = of_report(result.report, artifact, key, seed=seed, routes=routes, names=names)
     return dataclasses.replace(found, one_hop=one_hop)
 
 
@@ -342,18 +341,25 @@ def k2k1(
     from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import MAX_ROWS
     from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.gdn import gdn_formats
 
-    key = trial.key_of(geometry, width, stop=True, **gdn_formats(mxfp4))
+    weights = weights or k2_weights(geometry, seed, mxfp4)
+    tail = dataclasses.asdict(weights[0].variant)
+    key = trial.key_of(geometry, width, stop=True, tail=tail, **gdn_formats(mxfp4))
     inputs = trial_k2.random_inputs(geometry, MAX_ROWS, seed + 1).rows(range(width))
-    bench = trial_k2.Bench(geometry, weights or k2_weights(geometry, seed), seed=seed, unique_bytes=True, trace=True)
+    bench = trial_k2.Bench(geometry, weights, seed=seed, unique_bytes=True, trace=True)
     outcome = trial.run_together(bench, key, inputs, trial.make_cases(key, seed), deadline=DEADLINE_TICKS)
     return of_report(outcome.report, trial.artifact(key), key, seed=seed, routes=outcome.routes(), names={})
 
 
-def k2_weights(geometry: Geometry, seed: int) -> list[Any]:
-    """Random weights of every rank; experts stay zero, as no count depends on their values."""
-    from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
+def k2_weights(geometry: Geometry, seed: int, mxfp4: tuple[str, ...] = (), fused_shared: bool = False) -> list[Any]:
+    """Random weights of every rank; experts stay zero, as no count depends on their values.
 
-    return trial_k2.random_weights(geometry, seed, experts=())
+    mxfp4: with "out_proj" or "o_proj" the output projection is MXFP4. fused_shared: the shared expert is expert E.
+    """
+    from sgl_amd_mono.qwen38_a95b_mxfp4 import trial_k2
+    from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950.layer import BF16, MXFP4, projection_formats
+
+    form = MXFP4 if MXFP4 in projection_formats(mxfp4) else BF16
+    return trial_k2.random_weights(geometry, seed, experts=(), variant=trial_k2.Variant(form, fused_shared))
 
 
 def measure(
@@ -365,9 +371,10 @@ def measure(
     *,
     mxfp4: tuple[str, ...] = (),
     one_hop: bool = False,
+    fused_shared: bool = False,
 ) -> list[Cost]:
     """Counts of every asked launch and width; equal seeds give equal counts. one_hop: of both designs of the pair."""
-    weights = k2_weights(geometry, seed) if {"k2", "k2k1"} & {*launches} else None
+    weights = k2_weights(geometry, seed, mxfp4, fused_shared) if {"k2", "k2k1"} & {*launches} else None
     found = []
     for design in (False, True) if one_hop else (False,):
         for launch in launches if not design else [name for name in launches if name != "k2k1"]:

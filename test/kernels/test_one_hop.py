@@ -75,30 +75,40 @@ def test_resources(geometry: Geometry, width: int) -> None:
 
 
 @cache
-def k2_weights(tp: int) -> list[kb.RankWeights]:
-    return kb.random_weights(Geometry.small(tp), 7)
+def k2_weights(tp: int, form: str = "plain") -> list[kb.RankWeights]:
+    return kb.random_weights(Geometry.small(tp), 7, variant=kb.VARIANTS[form])
 
 
-def behind(case: K1Case, **how: object) -> kb.Result:
-    """K2 of one rank behind a K1."""
+def behind(case: K1Case, form: str = "plain", **how: object) -> kb.Result:
+    """K2 (of a variant) of one rank behind a K1."""
     parts = [CoreParts(case.core, case.core_z, case.core_squares, case.weights.gnorm_w)] if case.key.one_hop else None
     index = case.state_index[: case.key.width].clone()
     step = kb.Inputs([case.core], case.residual_out, index, parts)
-    return kb.Bench(TP1, k2_weights(1), **how).run(step)
+    return kb.Bench(TP1, k2_weights(1, form), **how).run(step)
 
 
-def pair(width: int, one_hop: bool, **parts: torch.Tensor) -> tuple[K1Case, kb.Result]:
+def pair(width: int, one_hop: bool, form: str = "plain", **parts: torch.Tensor) -> tuple[K1Case, kb.Result]:
     """K1 and K2 of a layer; `parts` replace what K1 left."""
     case = make_case(GdnKey(TP1, width, one_hop=one_hop, stop=False), 50 + width, pads=PADS[width] if width > 1 else ())
     run(case)
     for name, change in parts.items():
         getattr(case, name).copy_(change(getattr(case, name)))
-    return case, behind(case)
+    return case, behind(case, form)
 
 
-@pytest.mark.parametrize("width", [pytest.param(w, marks=() if w in (1, 5) else full) for w in range(1, 9)])
-def test_the_pair_has_the_bits_of_two_hops(width: int) -> None:
-    (two, want), (one, got) = pair(width, False), pair(width, True)
+PAIRS = {("plain", 1), ("plain", 5), ("mxfp4", 1)}  # that `make test` runs
+
+
+@pytest.mark.parametrize(
+    ("form", "width"),
+    [
+        pytest.param(form, w, marks=() if (form, w) in PAIRS else full)
+        for form in ("plain", "mxfp4", "mxfp4-fused")
+        for w in range(1, 9)
+    ],
+)
+def test_the_pair_has_the_bits_of_two_hops(form: str, width: int) -> None:
+    (two, want), (one, got) = pair(width, False, form), pair(width, True, form)
     for name in ("out", "residual", "next_z", "next_squares"):
         assert torch.equal(getattr(got, name)[0], getattr(want, name)[0]), name
     for name in ("residual_out", "conv_state", "ssm_state"):

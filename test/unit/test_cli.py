@@ -17,7 +17,10 @@ from sgl_amd_mono import cli
         (["simulate", "--steps", "0"], "found '0'; needed: a positive number"),
         (["simulate", "--ranks", "3"], "invalid choice"),
         (["simulate", "--stock", "interpreter"], "invalid choice"),
-        (["compile", "--mxfp4", "o_proj"], "found 'o_proj'; needed: in_proj_qkvz or in_proj_ba"),
+        (
+            ["compile", "--mxfp4", "qkv_proj"],
+            "found 'qkv_proj'; needed: in_proj_qkvz or in_proj_ba or out_proj or o_proj",
+        ),
         (["compile", "--widths", "1,x"], "found 'x'; needed: a positive number"),
         ([], "required"),
     ],

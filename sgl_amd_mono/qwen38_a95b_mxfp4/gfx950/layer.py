@@ -418,6 +418,12 @@ class Plan:
         return min(self.worker_slots, 2 if self.up_rounds == 1 else 1)
 
 
+def projection_formats(mxfp4: tuple[str, ...]) -> tuple[str, ...]:
+    """The formats that K2 is built for, one or both, where the named projections are MXFP4: "out_proj" of GDN layers,
+    "o_proj" of attention layers."""
+    return tuple(dict.fromkeys(MXFP4 if name in mxfp4 else BF16 for name in ("out_proj", "o_proj")))
+
+
 @dataclass(frozen=True)
 class LayerKey(BuildKey):
     """Build key of K2. `stop`: a lost wait raises a GPU fault (the server) instead of returning (the tests).
