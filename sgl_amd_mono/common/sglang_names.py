@@ -26,7 +26,8 @@ PLUGIN_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent": (
         "fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, "
-        "initial_state_source, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel)",
+        "initial_state_source, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel, disable_state_update, "
+        "intermediate_states_buffer, intermediate_state_indices, cache_steps)",
     ),
     "sglang.kernels.ops.attention.fla.fused_recurrent": (
         "fused_recurrent_gated_delta_rule_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, "

@@ -90,14 +90,17 @@ def rounds_beta(
 def verify_rounds_beta(
     key_heads: int, value_heads: int, head_dim: int, device: torch.device, update: Decode | None = None
 ) -> bool:
-    """`rounds_beta` of the kernel that runs SGLang's verify steps, `fused_sigmoid_gating_delta_rule_update`."""
+    """`rounds_beta` of the kernel that runs SGLang's verify steps, `fused_sigmoid_gating_delta_rule_update`.
+
+    It is called in its verify form, with one token: the state behind the token goes to a buffer.
+    """
     update = state.verify_update() if update is None else update
     b = telling_inputs(value_heads)
     unit = torch.zeros(1, 1, key_heads, head_dim, dtype=torch.bfloat16)
     unit[..., 0] = 1
-    ssm, zeros = torch.zeros(2, value_heads, head_dim, head_dim), torch.zeros(value_heads)
+    zeros, one = torch.zeros(value_heads), torch.ones(1, dtype=torch.int32)
     try:
-        ssm = ssm.to(device)
+        behind = torch.zeros(2, 1, value_heads, head_dim, head_dim, device=device)
         update(
             A_log=zeros.to(device),
             a=zeros[None].bfloat16().to(device),
@@ -108,12 +111,16 @@ def verify_rounds_beta(
             k=unit.to(device),
             v=torch.ones(1, 1, value_heads, head_dim, dtype=torch.bfloat16, device=device),
             b=b[None].to(device),
-            initial_state_source=ssm,
-            initial_state_indices=torch.ones(1, dtype=torch.int32, device=device),
+            initial_state_source=torch.zeros_like(behind[:, 0]),
+            initial_state_indices=one.to(device),
             cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
             use_qk_l2norm_in_kernel=True,
+            disable_state_update=True,
+            intermediate_states_buffer=behind,
+            intermediate_state_indices=one.to(device),
+            cache_steps=1,
         )
-        found = ssm[1, :, 0, 0].double().cpu()
+        found = behind[1, 0, :, 0, 0].double().cpu()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise ProbeError(_reason(VERIFY, f"does not run on {device} ({text})")) from error

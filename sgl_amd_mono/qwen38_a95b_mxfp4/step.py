@@ -464,8 +464,8 @@ def build_step(
     With `verify_tokens` the server runs verify steps of so many tokens a request; K1 is built for them unless there are
     `verify_differences`, which say why it cannot run them. With `one_hop` K1 leaves the gated norm to K2 in decode
     steps, at one hand-off less; with `one_launch` K2 of a layer and K1 of the next are one launch in them, where both
-    layers are GDN. `probe` says whether SGLang's packed decode rounds beta, as K1 then does in decode
-    steps (default: `stock_probe.rounds_beta`); SGLang's verify kernel does not round it.
+    layers are GDN. `probe` says whether SGLang's kernel of these steps rounds beta, as K1 then does (default:
+    `stock_probe.rounds_beta`, in a server that verifies `stock_probe.verify_rounds_beta`).
 
     No wait with a deadline runs before all ranks have compiled, loaded and launched everything once in mode 0.
 
@@ -476,7 +476,8 @@ def build_step(
     view = state.read_model(model)
     device = next(model.parameters()).device
     g = geometry
-    probe = probe or (lambda device: stock_probe.rounds_beta(g.key_heads, g.value_heads, g.head_dim, device))
+    rounds = stock_probe.rounds_beta if verify_tokens is None else stock_probe.verify_rounds_beta
+    probe = probe or (lambda device: rounds(g.key_heads, g.value_heads, g.head_dim, device))
     ssm_dtype = str(state.pool_dtypes(None, hf_config)[1]).removeprefix("torch.")
     runtime = runtime_factory(RuntimeRequest(device, isa, group, float(deadline_s), tuple(widths)))
 
@@ -485,8 +486,8 @@ def build_step(
         verify_differences = [*verify_differences, f"the states are {conv_dtype} (conv) and {state_dtype} (SSM)"]
     with_k1 = verify_tokens is None or not verify_differences
     one_hop = one_hop and verify_tokens is None
-    asks = with_k1 and verify_tokens is None and any(v.kind == "gdn" for v in view.layers)
-    round_beta = agree(group, f"{name}: the probe of SGLang's packed decode", lambda: asks and probe(device))
+    asks = with_k1 and any(v.kind == "gdn" for v in view.layers)
+    round_beta = agree(group, f"{name}: the probe of SGLang's delta rule", lambda: asks and probe(device))
 
     def k1_key(layer_: state.GdnView, width: int) -> gdn.GdnKey:
         return gdn.GdnKey(

@@ -100,14 +100,16 @@ def load(folder: Path, runtime: str, front: str) -> tuple[Any, Any]:
 
     # compiles a Triton kernel that moves tokens of a draft tree; a chain moves none
     MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: None
-    loaded = spec_double.load_sglang(folder)
     if harness.chosen_stock() == "triton":  # SGLang's own kernels, on the simulator
+        loaded = spec_double.load_sglang(folder)
         return loaded, spec_double.built_step(loaded.model)
-    from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.kernels import gdn_triton
 
+    gdn_triton.fused_sigmoid_gating_delta_rule_update = gated_delta_update  # the build's probe asks it, too
+    loaded = spec_double.load_sglang(folder)
+    from sglang.srt.layers.attention.linear import gdn_backend
+
     gdn_backend.causal_conv1d_update = conv_update(gdn_backend.causal_conv1d_update)
-    gdn_triton.fused_sigmoid_gating_delta_rule_update = gated_delta_update
     return loaded, spec_double.built_step(loaded.model)
 
 

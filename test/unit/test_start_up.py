@@ -167,7 +167,7 @@ def test_a_probe_that_fails_on_one_rank_ends_the_start_on_all(monkeypatch: pytes
     results = start(monkeypatch, Clock(), probe)
     assert len(asked) == RANKS and not any(isinstance(result, step.Step) for result in results)
     # the first rank that raises ends the fake group's exchange, so the other may see that instead
-    assert any("packed decode failed: rank" in str(r) and "ProbeError: no such kernel" in str(r) for r in results)
+    assert any("delta rule failed: rank" in str(r) and "ProbeError: no such kernel" in str(r) for r in results)
 
 
 def test_ranks_that_find_different_roundings_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def test_what_stands_in_for_the_kernel_without_a_gpu_rounds() -> None:
 
 
 def test_the_verify_kernel_is_asked_alike() -> None:
-    def update(*, b: torch.Tensor, initial_state_source: torch.Tensor, **unused: object) -> None:
-        initial_state_source[1, :, :, 0] = torch.sigmoid(b.float())[0][:, None]
+    def update(*, b: torch.Tensor, intermediate_states_buffer: torch.Tensor, **unused: object) -> None:
+        intermediate_states_buffer[1, 0, :, :, 0] = torch.sigmoid(b.float())[0][:, None]
 
     assert verify_rounds_beta(2, 16, 128, CPU, update) is False
     with pytest.raises(ProbeError, match=r"verify kernel.*does not run on cpu"):
