@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from sgl_amd_mono.common import state, stock_probe
 from sgl_amd_mono.common.state import AttentionView, GdnView, ModelView, MoeView
 from sgl_amd_mono.qwen38_a95b_mxfp4 import step
 from sgl_amd_mono.qwen38_a95b_mxfp4.geometry import Geometry
+from sgl_amd_mono.qwen38_a95b_mxfp4.gfx950 import layer
 
 RANKS = 2
 DEADLINE_S = 60.0
@@ -112,9 +114,14 @@ def rounds(device: torch.device) -> bool:
     return True
 
 
-def start(monkeypatch: pytest.MonkeyPatch, clock: Clock, probe: Callable[[torch.device], bool] = rounds) -> list[Any]:
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    probe: Callable[[torch.device], bool] = rounds,
+    loaded: ModelView | None = None,
+) -> list[Any]:
     """`build_step` on both ranks, then one launch of a step on each."""
-    monkeypatch.setattr(state, "read_model", lambda model: view())
+    monkeypatch.setattr(state, "read_model", lambda model: loaded or view())
     monkeypatch.setattr(state, "pool_dtypes", lambda cfg, config: (torch.bfloat16, torch.float32))
     model = torch.nn.Linear(1, 1)
     results: list[Any] = [None] * RANKS
@@ -139,6 +146,33 @@ def start(monkeypatch: pytest.MonkeyPatch, clock: Clock, probe: Callable[[torch.
     for thread in threads:
         thread.join(timeout=60)
     return results
+
+
+def test_each_layer_gets_the_kernel_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1 has an MXFP4 out_proj, layer 2 a shared expert that is fused: three K2s, each with what it reads."""
+    packed, codes = (torch.zeros(1, dtype=torch.uint8) for _ in range(2))
+    plain, second, attention = view().layers
+    layers = (
+        plain,
+        dataclasses.replace(second, out=packed, out_scale=codes),
+        dataclasses.replace(attention, moe=MoeView(True, fused_shared=True, w13=packed)),
+    )
+    built = start(monkeypatch, Clock(), loaded=ModelView(None, layers))[0]
+    assert isinstance(built, step.Step), built
+    for width in (1, 2):
+        bound = built._widths[width].k2
+        forms = [(at.kernel.key.projection, at.kernel.key.fused_shared) for at in bound.values()]
+        assert forms == [("bfloat16", False), ("mxfp4", False), ("bfloat16", True)]
+        given = [dict(zip(at.names, at.with_args())) for at in bound.values()]
+        wanted = {"w_o": [plain.out, packed, attention.out], "w_o_scale": [0, codes, 0], "w13": [0, 0, packed]}
+        for name, values in wanted.items():
+            assert all(arguments[name] is value for arguments, value in zip(given, values, strict=True)), name
+        assert (given[2]["w_sgu"], given[2]["w_sd"]) == (0, 0)
+        sizes = [len(arguments["scratch"]) for arguments in given]
+        assert sizes == [layer.scratch_bytes(GEOMETRY, width, fused) for _, fused in forms]
+        assert given[0]["scratch"] is given[1]["scratch"] is not given[2]["scratch"]
+    text = step.describe_launches({at.kernel.key: at.kernel for at in built._widths[1].k2.values()}, None)
+    assert "k2, MXFP4 output projection, widths 1" in text and "k2, shared expert fused, widths 1" in text
 
 
 def test_a_rank_that_compiles_longer_fires_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
