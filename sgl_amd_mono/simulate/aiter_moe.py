@@ -54,12 +54,7 @@ ran: Counter[str] = Counter()
 def unavailable() -> str | None:
     """Why the kernels cannot run here, with the fix, in one line; None where they can."""
     try:
-        present = (folder() / MOE_FOLDER / MOE_TABLE).is_file()
-    except importlib.metadata.PackageNotFoundError:
-        present = False
-    if not present:
-        return f"no AITER code objects ({DISTRIBUTION}) are installed: {FIX}"
-    try:
+        folder()
         find_objdump()
     except SimError as error:
         return str(error)
@@ -67,8 +62,14 @@ def unavailable() -> str | None:
 
 
 def folder() -> Path:
-    """Where the installed wheel keeps its gfx950 code objects. Raises PackageNotFoundError without the wheel."""
-    return Path(str(importlib.metadata.distribution(DISTRIBUTION).locate_file(CODE_FOLDER)))
+    """Where the installed wheel keeps its gfx950 code objects. Raises SimError, with the fix, without the wheel."""
+    try:
+        found = Path(str(importlib.metadata.distribution(DISTRIBUTION).locate_file(CODE_FOLDER)))
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is None or not (found / MOE_FOLDER / MOE_TABLE).is_file():
+        raise SimError(f"no AITER code objects ({DISTRIBUTION}) are installed: {FIX}")
+    return found
 
 
 def rows(file: str) -> list[dict[str, str]]:

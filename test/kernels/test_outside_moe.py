@@ -269,6 +269,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "absent is not a program" in aiter_moe.unavailable()
     monkeypatch.setattr(aiter_moe, "DISTRIBUTION", "no-such-distribution")
     assert "requirements/aiter.txt" in aiter_moe.unavailable()
+    with pytest.raises(SimError, match=r"requirements/aiter\.txt"):
+        aiter_moe.folder()
 
 
 # ---- K2's experts against it ----
