@@ -104,11 +104,12 @@ def test_wider_batches_on_the_simulator(simulated_rest: dict[str, Any], case: st
 @pytest.mark.full
 def test_one_launch_is_checked_as_two(tmp_path: Path) -> None:
     """K2 and the next K1 in one launch: both halves are compared, with and without a mistake in the second."""
-    cases = ["1 row", "3 rows", "weight"]
+    cases = ["1 row", "3 rows", "weight", "residual of K2"]
     found = run(tmp_path, "simulator", cases, SGLANG_AMD_MONO_ONE_LAUNCH="1")
     for case in ("1 row", "3 rows"):
         within_bounds(found[case], BATCHES[case])
-    stopped(found["weight"], "weight")
+    for name in ("weight", "residual of K2"):
+        stopped(found[name], name)
 
 
 def test_mxfp4_projections_on_the_simulator(mxfp4: dict[str, Any]) -> None:

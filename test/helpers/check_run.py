@@ -112,16 +112,18 @@ def mistake(name: str) -> Callable[[Bench], Any]:
 
         def launch(kernel: Any, args: Any) -> None:
             names = [n for n, _ in kernel.key.abi]
-            base = {"k1": 0, "k2": 128}[kernel.key.launch]
-            if kernel.key.launch == kind and args[names.index("layer_slot")] == base + layer:
+            both = kernel.key.launch == "k2k1"  # K2 and the next K1, whose arguments have a prefix there
+            prefix = "front_" if both and kind == "k1" else ""
+            slot = {"k1": 0, "k2": 128}[kind] + layer
+            if (both or kernel.key.launch == kind) and args[names.index(prefix + "layer_slot")] == slot:
                 args = list(args)
-                at = names.index(argument)
+                at = names.index(prefix + argument)
                 if name != "state row":
                     args[at] = change(args[at])
                 original(kernel, args)
                 if name == "state row":
-                    slot = int(args[names.index("state_index")][1])
-                    args[at][slot, 3] *= -1.0
+                    row = int(args[names.index(prefix + "state_index")][1])
+                    args[at][row, 3] *= -1.0
             else:
                 original(kernel, args)
 
