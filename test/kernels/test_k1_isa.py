@@ -107,15 +107,11 @@ def loads(g: Geometry, form: str, slices: int) -> int:
 
 
 def publish_sites(key: GdnKey) -> int:
-    """Places in the code that put products: ba, whole and left-over chunks of 64, dealt to 8 waves a pass."""
-    g, items = key.geometry, key.width * 16
-    chunks = [-(-items // 64), -(-items * g.whole_tasks // 64), -(-items // 64) if g.leftover_groups else 0]
-    sites, begin = 0, 0
-    for kind in chunks:
-        if kind:
-            sites += (begin + kind - 1) // g.waves - begin // g.waves + 1
-        begin += kind
-    return sites
+    """Places in the code that put products: chunks of 64 of each task are dealt to 8 waves a pass, and a pass has a
+    place for each kind (ba, whole, left over)."""
+    g = key.geometry
+    chunks = -(-key.width * 16 // 64) * gdn.in_proj_tasks(g)
+    return -(-chunks // g.waves) * (3 if g.leftover_groups else 2)
 
 
 def test_stop_builds_fault_wherever_they_leave() -> None:
