@@ -49,7 +49,9 @@ PRODUCT = [
 def test_k1_against_the_definition(tp: int, width: int, first: bool, dtype: str, pads: bool) -> None:
     """One hop at every width, also where a wave has units of several rows; a pad row leaves zeros."""
     case = make_case(
-        key(Geometry.small(tp), width, first_layer=first, state_dtype=dtype), width, pads=PADS[width] if pads else ()
+        key(Geometry.small(tp), width, first_layer=first, state_dtype=dtype),
+        10 * tp + width,
+        pads=PADS[width] if pads else (),
     )
     checked(case)
     for row in torch.nonzero(case.state_index <= 0).flatten().tolist():
