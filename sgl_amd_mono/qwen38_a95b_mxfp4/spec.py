@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,10 @@ NUMERICS = Numerics(
 
 #: Set to 1: K1 has one hop, and K2 forms the core of what it leaves.
 ONE_HOP = "SGLANG_AMD_MONO_ONE_HOP"
+#: Set to 1: K2 of a GDN layer and K1 of the next one are one launch.
 ONE_LAUNCH = "SGLANG_AMD_MONO_ONE_LAUNCH"
+#: Variable -> what it turns on.
+OPTIONS = {ONE_HOP: "K1 leaves the gated norm to K2", ONE_LAUNCH: "K2 and the next layer's K1 are one launch"}
 
 #: Environment variables of SGLang: name -> (value needed, why). One that this SGLang does not have is not asked for.
 ENVIRONMENT: dict[str, tuple[Any, str]] = {
@@ -195,7 +199,7 @@ def config_reasons(
         reasons.append(
             reason("config.num_hidden_layers", layers, f"at most {MAX_LAYERS}, one tag slot a layer", OTHER_CHECKPOINT)
         )
-    reasons += _argument_reasons(cfg, config) + _check_reasons()
+    reasons += _argument_reasons(cfg, config) + _variable_reasons()
     for name, (need, why) in environment.items():
         found = state.env_value(name)
         if found is not state.UNKNOWN and found != need:
@@ -203,12 +207,15 @@ def config_reasons(
     return reasons + (flydsl_reasons() if check_flydsl else [])
 
 
-def _check_reasons() -> list[str]:
-    try:
-        check.asked()
-    except ValueError as error:
-        return [str(error)]
-    return []
+def _variable_reasons() -> list[str]:
+    """The plugin's own variables that hold neither 1 nor 0 nor nothing."""
+    reasons = []
+    for read in (check.asked, *(partial(flag, name, meaning) for name, meaning in OPTIONS.items())):
+        try:
+            read()
+        except ValueError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def _argument_reasons(cfg: Any, config: Any) -> list[str]:
@@ -478,8 +485,8 @@ def make_spec(
             name=name,
             verify_tokens=state.verify_tokens(),
             verify_differences=state.verify_differences() if state.verify_tokens() is not None else (),
-            one_hop=flag(ONE_HOP, "K1 leaves the gated norm to K2"),
-            one_launch=flag(ONE_LAUNCH, "K2 and the next layer's K1 are one launch"),
+            one_hop=flag(ONE_HOP, OPTIONS[ONE_HOP]),
+            one_launch=flag(ONE_LAUNCH, OPTIONS[ONE_LAUNCH]),
         )
         if check.asked():
             attach_check(step, NUMERICS.bounds)

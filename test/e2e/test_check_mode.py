@@ -64,9 +64,12 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("simulated"), "simulator", ["installed", "1 row", "3 rows", "replay"])
 
 
+REST = ["3 of 4 rows", "8 rows", "replay of 1", "replay of 8", *check_run.MISTAKES]
+
+
 @pytest.fixture(scope="module")
 def simulated_rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("rest"), "simulator", ["3 of 4 rows", "8 rows", *check_run.MISTAKES])
+    return run(tmp_path_factory.mktemp("rest"), "simulator", REST)
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +176,29 @@ def test_a_proven_tie_is_set_aside_and_counted(double: dict[str, Any]) -> None:
     assert re.search(where, apart["first"]), apart["first"]
 
 
-@pytest.mark.parametrize("runtime", ["double", "simulated"])
-def test_replayed_steps_are_checked(runtime: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "case", "rows"),
+    [
+        ("double", "replay of 1", 1),
+        ("double", "replay", 3),
+        ("double", "replay of 8", 8),
+        ("simulated", "replay", 3),
+        pytest.param("simulated_rest", "replay of 1", 1, marks=pytest.mark.full),
+        pytest.param("simulated_rest", "replay of 8", 8, marks=pytest.mark.full),
+    ],
+)
+def test_replayed_steps_are_checked(runtime: str, case: str, rows: int, request: pytest.FixtureRequest) -> None:
     """The capture is not judged; a replay is, with other token ids, state slots and epoch in the same memory.
 
     Nothing but the recorded launches and operations runs in it: its logits are those of an eager step all the same.
     """
-    found = request.getfixturevalue(runtime)["replay"]
+    found = request.getfixturevalue(runtime)[case]
     assert found["judged in the capture"] == 0 and found["launches recorded"] == LAUNCHES
     assert (found["steps"], found["launches"]) == (1, LAUNCHES)
     captured, replayed = (set(slots) for slots in found["slots"])
-    assert len(captured) == len(replayed) == 3 and captured != replayed, "the replay has other state slots"
+    assert len(captured) == len(replayed) == rows and captured != replayed, "the replay has other state slots"
     assert found["equal to eager"] and not found["equal to the captured batch"]
-    assert found["log"][0].startswith(f"check step 1: 3 rows, {LAUNCHES} launches within bounds, ")
+    assert found["log"][0].startswith(f"check step 1: {rows} rows, {LAUNCHES} launches within bounds, ")
     assert re.search(r"step 2: layer 1, launch k1, row \d: k1\.state\.cosine = -1, bound 0\.9999", found["spoiled"])
 
 

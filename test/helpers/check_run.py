@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 
 LENGTHS = (5, 6, 7)  # requests of a batch differ in their length
 PROMPTS = [[10 * row + 5 + i for i in range(LENGTHS[row % len(LENGTHS)])] for row in range(8)]
-OTHER_PROMPTS = [[7, 8, 9, 10, 11], [91, 92, 93, 94, 95, 96], [81, 82, 83, 84, 85, 86, 87]]
+OTHER_PROMPTS = [[7, 8, 9, 10, 11], [91, 92, 93, 94, 95, 96], [81, 82, 83, 84, 85, 86, 87],
+                 *([20 * row + 3 + i for i in range(LENGTHS[row % len(LENGTHS)])] for row in range(3, 8))]  # fmt: skip
 TOKENS = [1, 7, 3, 9, 2, 8, 4, 6]
 
 
@@ -199,7 +201,7 @@ def tie(bench: Bench) -> Any:
     return found
 
 
-def replay(bench: Bench) -> Any:
+def replay(bench: Bench, rows: int = 3) -> Any:
     """A step captured under check mode and replayed with other requests in the same memory; a spoiled replay fails."""
     from helpers.replay import Recording
 
@@ -220,7 +222,7 @@ def replay(bench: Bench) -> Any:
         return taken["result"]
 
     model.forward = capture
-    bench.decode(PROMPTS[:3])
+    bench.decode(PROMPTS[:rows])
     judged_in_capture = checker.report.launches
     recording, static, ids = taken["recording"], taken["batch"], taken["ids"]
 
@@ -238,10 +240,10 @@ def replay(bench: Bench) -> Any:
         recording.replay()
         for spoil in spoiling:
             spoil()
-        checker.replayed(3)
+        checker.replayed(rows)
         return taken["result"]
 
-    kept = checker.captured[3]
+    kept = checker.captured[rows]
     slots = [kept[0].inputs["index"].tolist()]
     pool = bench.loaded.model_runner.req_to_token_pool
     clear = pool.clear
@@ -254,7 +256,7 @@ def replay(bench: Bench) -> Any:
     pool.clear = clear_and_shift
     spoiling: list[Callable[[], None]] = []
     model.forward = again
-    replayed = bench.decode(OTHER_PROMPTS)
+    replayed = bench.decode(OTHER_PROMPTS[:rows])
     report = checker.report
     slots.append(kept[0].inputs["index"].tolist())
     found = {
@@ -267,16 +269,16 @@ def replay(bench: Bench) -> Any:
     }
     spoiling.append(lambda: kept[2].outputs["state"].mul_(-1))
     try:
-        bench.decode(OTHER_PROMPTS)
+        bench.decode(OTHER_PROMPTS[:rows])
         found["spoiled"] = ""
     except RuntimeError as error:
         found["spoiled"] = f"{type(error).__name__}: {error}"
     model.forward = installed
     bench.check()
-    eager = bench.decode(OTHER_PROMPTS)
+    eager = bench.decode(OTHER_PROMPTS[:rows])
     found["equal to eager"] = bool(torch.equal(replayed, eager))
     del pool.clear
-    found["equal to the captured batch"] = bool(torch.equal(replayed, bench.decode(PROMPTS[:3])))
+    found["equal to the captured batch"] = bool(torch.equal(replayed, bench.decode(PROMPTS[:rows])))
     return found
 
 
@@ -308,6 +310,8 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "8 rows": batch(8),
     "tie": tie,
     "replay": replay,
+    "replay of 1": partial(replay, rows=1),
+    "replay of 8": partial(replay, rows=8),
     **{name: mistake(name) for name in MISTAKES},
     "formats": formats,
     **{name: mistake(name) for name in MXFP4_MISTAKES},

@@ -84,6 +84,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str], dict[str, str]]] = {
     "ragged verify": ({}, SPECULATIVE, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}),
     "eagle3": ({}, ["--speculative-algorithm", "EAGLE3", *SPECULATIVE[2:]], {}),
     "check mode": ({}, [], {"SGLANG_AMD_MONO_CHECK": "yes"}),
+    "two options": ({}, [], {"SGLANG_AMD_MONO_ONE_HOP": "on", "SGLANG_AMD_MONO_ONE_LAUNCH": "2"}),
     "on policy": ({}, ["--rl-on-policy-target", "fsdp", "--attention-backend", "triton"], {}),
     "deterministic": ({}, ["--enable-deterministic-inference", "--attention-backend", "triton"], {}),
     "eplb": ({}, ["--enable-eplb", "--ep-size", "8"], {}),

@@ -113,6 +113,12 @@ ARGUMENT_LINES = {
         "SGLANG_AMD_MONO_CHECK: found 'yes'; needed: 1 (check every launch), 0 or unset; "
         "fix: set SGLANG_AMD_MONO_CHECK=1"
     ],
+    "two options": [
+        "SGLANG_AMD_MONO_ONE_HOP: found 'on'; needed: 1 (K1 leaves the gated norm to K2), 0 or unset; "
+        "fix: set SGLANG_AMD_MONO_ONE_HOP=1",
+        "SGLANG_AMD_MONO_ONE_LAUNCH: found '2'; needed: 1 (K2 and the next layer's K1 are one launch), 0 or unset; "
+        "fix: set SGLANG_AMD_MONO_ONE_LAUNCH=1",
+    ],
     "on policy": [
         "--enable-deterministic-inference needs a BITWISE spec, and this one is not",  # SGLang turns it on with it
         "--rl-on-policy-target needs a BITWISE spec, and this one is not",
