@@ -81,6 +81,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def within_bounds(found: dict[str, Any], rows: int) -> None:
     assert found["equal"], "checking changed the logits"
+    assert found["states equal"], "the states are not those that the launches wrote"
     assert (found["steps"], found["launches"], found["rows"]) == (1, LAUNCHES, rows * LAUNCHES)
     assert found["seen"] == BOUNDS, "every bound of NUMERICS was compared"
     line, table = found["log"]

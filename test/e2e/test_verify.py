@@ -110,6 +110,11 @@ def test_accepted_and_rejected_drafts(found: dict[str, Any], case: str, accepted
     assert min(states["conv cosine"], states["ssm cosine"]) >= STATE_COSINE
 
 
+def test_checking_changes_nothing(found: dict[str, Any]) -> None:
+    """Logits, states and draft states of a step are those of the launches, not of SGLang's layers beside them."""
+    assert found["checking changes"] == []
+
+
 def test_a_pad_request_changes_nothing(found: dict[str, Any]) -> None:
     assert found["padded"]["logits"] == found["4 rows"]["logits"]
 

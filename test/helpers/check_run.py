@@ -61,6 +61,11 @@ class Bench:
         checker.attach(self.step)
         return checker
 
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the conv and SSM states of all slots."""
+        cache = self.loaded.model_runner.req_to_token_pool.mamba_pool.mamba_cache
+        return cache.conv[0].clone(), cache.temporal.clone()
+
     def decode(self, prompts: list[list[int]], width: int | None = None, steps: int = 1) -> torch.Tensor:
         self.loaded.prefill(prompts)
         tokens = torch.tensor(TOKENS[: len(prompts)])
@@ -73,13 +78,14 @@ def batch(rows: int, width: int | None = None) -> Callable[[Bench], Any]:
     def run(bench: Bench) -> Any:
         bench.step.__dict__.pop("forward", None)
         bench.step.before_launch.clear(), bench.step.observers.clear()
-        plain = bench.decode(PROMPTS[:rows], width)
+        plain, states = bench.decode(PROMPTS[:rows], width), bench.states()
         checker = bench.check()
         checked = bench.decode(PROMPTS[:rows], width)
         checker.close()
         report = checker.report
         return {
             "equal": bool(torch.equal(plain, checked)),
+            "states equal": all(map(torch.equal, states, bench.states())),
             "steps": report.steps,
             "launches": report.launches,
             "rows": report.rows,

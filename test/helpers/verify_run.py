@@ -236,6 +236,11 @@ def main() -> int:
             "stream": [on["stream"] is None, off["stream"] is None],
             "log": log.lines.copy(),
         }
+    checked = verify(verify.installed, 2)
+    step.__dict__.pop("forward"), step.before_launch.clear(), step.observers.clear()
+    plain = verify(verify.installed, 2)
+    same = ("logits", "drafts", "windows", "conv", "ssm")
+    found["checking changes"] = [key for key in same if not torch.equal(checked[key], plain[key])]
     # a control: other draft tokens give other logits and other draft states, the kept states stay
     before = verify(verify.installed, 2)
     DRAFTS[0][1] = 9

@@ -181,3 +181,16 @@ def test_other_ranks_write_no_step_lines(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage().splitlines()[0] for record in caplog.records] == [
         "rank 1: check mode: 1 steps, 1 launches, 1 rows, 0 rows set aside as ties"
     ]
+
+
+def test_sglangs_layers_track_no_state_beside_a_launch() -> None:
+    """Inside `untouched` no row is marked for the prefix cache; mask and residual stream are put back, always."""
+    from sgl_amd_mono.qwen38_a95b_mxfp4.check import untouched
+
+    mask, stream = torch.ones(2, dtype=torch.bool), torch.ones(2, 4)
+    batch = SimpleNamespace(residual_stream=stream, mamba_track_mask=mask)
+    with pytest.raises(RuntimeError), untouched(batch):
+        assert batch.mamba_track_mask is None
+        batch.residual_stream = None
+        raise RuntimeError
+    assert batch.mamba_track_mask is mask and batch.residual_stream is stream
