@@ -414,7 +414,7 @@ def launch_args(
     draft_conv bf16 [places, tokens, conv_channels, 3], any strides; draft_ssm [places, tokens, value_heads, 128, 128],
     a token's state dense; draft_index int32 [>= requests], the place of each request (verify steps only).
     """
-    del geometry  # shapes are checked once, by check_args
+    del geometry  # the spec and the step have checked a server's weights and pools; `check_args` is for other callers
     values: dict[str, Any] = {
         "hidden": hidden,
         "residual": 0 if residual is None else residual,
