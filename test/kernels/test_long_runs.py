@@ -50,18 +50,19 @@ CORE_BOUND = {"float32": 1e-2, "bfloat16": 2.5e-2}
 GROWTH = 1.5
 """The last third's mean error may be so many times the worse of the first two; an error that grows evenly gives 5/3."""
 FLOOR = 1e-4
-"""Below it a mean is a handful of products that fell to the other side of a bf16 step."""
+"""Of a row: below it a mean is a handful of products that fell to the other side of a bf16 step (1e-3 of a state each,
+forgotten within some ten steps). The worst of several rows sees the falls of them all."""
 
 
-def grows(errors: list[float]) -> bool:
-    """Whether the error of the last third is more than `GROWTH` times that of the steps before it."""
+def grows(errors: list[float], rows: int = 1) -> bool:
+    """Whether the error (of the worst of `rows` rows) of the last third is more than `GROWTH` times that before it."""
     first, second, third = (sum(errors[i * THIRD : (i + 1) * THIRD]) / THIRD for i in range(3))
-    return third > GROWTH * max(first, second, FLOOR)
+    return third > GROWTH * max(first, second, rows * FLOOR)
 
 
-def broken(found: Drift, dtype: str) -> list[str]:
+def broken(found: Drift, dtype: str, rows: int = 1) -> list[str]:
     """Bounds that the run left."""
-    wrong = [name for name, errors in (("state", found.state), ("core", found.core)) if grows(errors)]
+    wrong = [name for name, errors in (("state", found.state), ("core", found.core)) if grows(errors, rows)]
     if not max(found.state) <= STATE_BOUND[dtype]:
         wrong.append(f"state error {max(found.state):.3g}")
     if not max(found.core) <= CORE_BOUND[dtype]:
@@ -74,7 +75,7 @@ def broken(found: Drift, dtype: str) -> list[str]:
 def test_the_error_does_not_grow_with_the_steps(dtype: str, width: int) -> None:
     found = drift(GdnKey(TP2, width, state_dtype=dtype, stop=False), STEPS)
     assert len(found.state) == STEPS
-    assert broken(found, dtype) == []
+    assert broken(found, dtype, width) == []
 
 
 @pytest.mark.parametrize("dtype", STATE_BOUND)
@@ -82,7 +83,7 @@ def test_a_drift_is_seen(dtype: str) -> None:
     """Controls: an error that grows with the steps, and states that lose a little at each step."""
     size = STATE_BOUND[dtype] / STEPS
     growing = [size * step for step in range(STEPS)]
-    assert grows(growing) and "state" in broken(Drift(growing, growing), dtype)
+    assert grows(growing, 4) and "state" in broken(Drift(growing, growing), dtype, 4)
     leaking = drift(GdnKey(TP2, 1, state_dtype=dtype, stop=False), 30, leak=0.02)
     assert max(leaking.state) > STATE_BOUND[dtype]
 
