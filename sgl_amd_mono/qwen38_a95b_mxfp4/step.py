@@ -485,7 +485,9 @@ def build_step(
     if verify_tokens is not None and (conv_dtype, state_dtype) not in K1_STATES:
         verify_differences = [*verify_differences, f"the states are {conv_dtype} (conv) and {state_dtype} (SSM)"]
     with_k1 = verify_tokens is None or not verify_differences
-    one_hop = one_hop and verify_tokens is None
+    options = {"one-hop k1": one_hop, "one launch of k2 and the next k1": one_launch}
+    left_out = [option for option, asked in options.items() if asked and verify_tokens is not None]
+    one_hop, one_launch = one_hop and not left_out, one_launch and not left_out
     asks = with_k1 and any(v.kind == "gdn" for v in view.layers)
     round_beta = agree(group, f"{name}: the probe of SGLang's delta rule", lambda: asks and probe(device))
 
@@ -506,7 +508,7 @@ def build_step(
     neighbours = [
         (first, second)
         for first, second in zip(view.layers, view.layers[1:])
-        if one_launch and verify_tokens is None and first.kind == second.kind == "gdn"
+        if one_launch and first.kind == second.kind == "gdn"
     ]
 
     def both_key(first: state.GdnView, following: state.GdnView, width: int) -> tail_front.TailFrontKey:
@@ -601,7 +603,8 @@ def build_step(
         return pool_reasons(found, geometry, ssm_dtype, slots, verify_tokens)
 
     pools = state.StatePools(view.gdn_layers, pools_fit)
-    logger.info("rank %d: %s: %s", group.rank, name, describe_launches(kernels, verify_tokens, verify_differences))
+    launches = describe_launches(kernels, verify_tokens, verify_differences, left_out)
+    logger.info("rank %d: %s: %s", group.rank, name, launches)
     return Step(
         view=view,
         original=model.forward,
@@ -619,9 +622,13 @@ def build_step(
 
 
 def describe_launches(
-    kernels: Mapping[Any, Kernel], verify_tokens: int | None, verify_differences: Sequence[str] = ()
+    kernels: Mapping[Any, Kernel],
+    verify_tokens: int | None,
+    verify_differences: Sequence[str] = (),
+    left_out: Sequence[str] = (),
 ) -> str:
-    """One line: the launches that were built, with their widths and what they occupy (largest over the widths)."""
+    """One line: the launches that were built, with their widths and what they occupy (largest over the widths), and
+    the options `left_out` that verify steps do not have."""
     groups: dict[str, list[Any]] = {}
     for key in kernels:
         first = " of the first layer" if getattr(key, "first_layer", False) else ""
@@ -648,6 +655,8 @@ def describe_launches(
             f"no k1 for the steps that verify {verify_tokens} tokens a request: {'; '.join(verify_differences)}; "
             "SGLang's own GDN runs up to out_proj"
         )
+    if left_out:
+        parts.append(f"no {' and no '.join(left_out)}: they serve decode steps, and this server's steps verify drafts")
     return "; ".join(parts)
 
 

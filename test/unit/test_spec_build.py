@@ -237,6 +237,8 @@ def test_one_line_lists_launches_widths_and_resources() -> None:
         "k1 with float32 state, widths 1 (200 VGPRs, 90 SGPRs, 0 B of LDS, 32 x 512 threads); "
         "k2, widths 1, 2 (203 VGPRs, 90 SGPRs, 3000 B of LDS, 32 x 512 threads)"
     )
+    told = describe_launches(kernels, 4, left_out=["one-hop k1", "other"])
+    assert told.endswith("; no one-hop k1 and no other: they serve decode steps, and this server's steps verify drafts")
 
 
 def test_lines_of_many_layers_are_one() -> None:
