@@ -101,7 +101,7 @@ def batch(rows: int, width: int | None = None) -> Callable[[Bench], Any]:
 MISTAKES: dict[str, tuple[str, int, str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "weight": ("k1", 1, "w_qkvz", lambda t: t.roll(1, 0)),
     "scale": ("k2", 2, "w13_scale", lambda t: t + 2),
-    "residual": ("k1", 2, "residual", lambda t: t * 1.01),
+    "residual": ("k1", 2, "residual", lambda t: t * 1.01),  # and of z, which holds it where K1's norm starts from z
     "residual of K2": ("k2", 1, "residual", lambda t: t * 1.05),
     "state row": ("k1", 0, "ssm_state", lambda t: t),
 }
@@ -128,6 +128,8 @@ def mistake(name: str) -> Callable[[Bench], Any]:
                 at = names.index(prefix + argument)
                 if name != "state row":
                     args[at] = change(args[at])
+                if name == "residual":
+                    args[names.index("z")] = change(args[names.index("z")])
                 original(kernel, args)
                 if name == "state row":
                     row = int(args[names.index(prefix + "state_index")][1])
