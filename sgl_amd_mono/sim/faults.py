@@ -24,8 +24,8 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class DropStores:
-    """Stores of a rank into memory that another rank maps too never arrive. to_rank, region (or allocation name) narrow
-    it."""
+    """Stores of a rank into memory that another rank maps too never arrive. to_rank (which maps that memory, its own or
+    a peer's) and region (a region's name, an allocation's, or "allocation/region") narrow it."""
 
     rank: int | None
     to_rank: int | None = None

@@ -272,10 +272,11 @@ class Machine:
         self._lib.sim_clear_faults(self._handle)
 
     def _targets(self, name: str | None, rank: int | None = None, to_rank: int | None = None) -> list[tuple[int, int]]:
-        """(allocation id, region number or -1) of every mapping with that allocation or region name."""
+        """(allocation id, region number or -1) of every mapping with that allocation, region or "allocation/region"."""
         found = []
+        owner, _, name = name.rpartition("/") if name is not None else ("", "", None)
         for a in self._allocations.values():
-            if rank is not None and a.rank != rank:
+            if (rank is not None and a.rank != rank) or owner not in ("", a.name):
                 continue
             if to_rank is not None and not any(
                 o.rank == to_rank and o.host < a.host + a.nbytes and a.host < o.host + o.nbytes

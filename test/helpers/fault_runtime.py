@@ -40,7 +40,7 @@ def factory(request: Any) -> Any:
                 runtime.machine.inject(Stall(rank=1, workgroup=STALLED_WORKGROUP))
             if runtime.machine is not None and place == ("k2", LAST_LAYER) and fault == "last-wait":
                 for region in ("FINAL", "FINAL.odd"):  # of even and of odd epochs
-                    runtime.machine.inject(DropStores(rank=0, to_rank=1, region=region))
+                    runtime.machine.inject(DropStores(rank=0, region=f"peer1/{region}"))
             if place == ("k1", WRONG_LAYER) and fault == "weight" and request.group.rank == 1:
                 args = [value.roll(1, 0) if value is named["w_qkvz"] else value for value in args]
         launch(kernel, args)

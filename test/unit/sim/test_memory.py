@@ -326,6 +326,9 @@ def test_dropped_and_delayed_stores_of_a_rank(memory: str) -> None:
     assert run(DropStores(rank=0, region="second"))[0] == [5, 0, 5]
     assert run(DropStores(rank=1))[0] == [5, 5, 5]
     assert run(DropStores(rank=0, to_rank=1, region="peer"))[0] == [0, 0, 5]
+    assert run(DropStores(rank=0, region="peer/second"))[0] == [5, 0, 5]
+    with pytest.raises(SimError, match="no memory of that name"):
+        run(DropStores(rank=0, region="own/second"))
     values, _ = run(DelayStores(rank=0, region="first", ticks=10_000))
     assert values == [5, 5, 5]
     with pytest.raises(SimError, match="no memory of that name"):
