@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="instead: host cost of a decode step, beside SGLang's own layers",
     )
-    cost.add_argument("--picture", type=Path, metavar="FILE", help="write the modelled time line as SVG")
+    cost.add_argument("--picture", type=_svg_file, metavar="FILE.svg", help="write the modelled time line as SVG")
     cost.add_argument("--json", action="store_true", help="print counts, models and targets as JSON")
     cost.set_defaults(run=_cost)
 
@@ -142,6 +142,13 @@ def _launches(text: str) -> tuple[str, ...]:
     if any(name not in COST_LAUNCHES for name in asked):
         raise argparse.ArgumentTypeError(f"found {text!r}; needed: {', '.join(COST_LAUNCHES)}, comma-separated")
     return asked
+
+
+def _svg_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() != ".svg":
+        raise argparse.ArgumentTypeError(f"found {text!r}; needed: a name that ends in .svg, which is what is written")
+    return path
 
 
 def _rows(text: str) -> tuple[tuple[int, int], ...]:

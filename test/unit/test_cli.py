@@ -15,6 +15,7 @@ from sgl_amd_mono import cli
         (["simulate", "--rows", "4:3"], "found '4:3'; needed: requests, or requests:padded rows"),
         (["simulate", "--rows", "9"], "found '9'; needed: requests"),
         (["simulate", "--steps", "0"], "found '0'; needed: a positive number"),
+        (["cost", "--picture", "line.png"], "found 'line.png'; needed: a name that ends in .svg"),
         (["simulate", "--ranks", "3"], "invalid choice"),
         (["simulate", "--stock", "interpreter"], "invalid choice"),
         (
