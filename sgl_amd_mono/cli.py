@@ -32,14 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     compile_.add_argument("--tp", type=int, help="tensor-parallel size (default: 8, or 1 with --geometry small)")
     compile_.add_argument("--widths", type=_numbers, default=tuple(range(1, 9)), help="rows of a step, e.g. 1,2,8")
     compile_.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="SSM state")
-    compile_.add_argument(
-        "--mxfp4",
-        type=_projections,
-        default=(),
-        metavar="NAMES",
-        help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
-    )
-    compile_.add_argument("--fused-shared", action="store_true", help="K2 with the shared expert fused into the routed")
+    _add_forms(compile_)
     compile_.add_argument("--one-hop", action="store_true", help="K1 as SGLANG_AMD_MONO_ONE_HOP=1 runs it")
     compile_.add_argument("--jobs", type=_positive, help="processes (default: one a core)")
     compile_.add_argument(
@@ -94,14 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=COST_LAUNCHES,
         help="k1, k2, k2k1 (K2 and the next K1 as one launch), comma-separated; all by default",
     )
-    cost.add_argument(
-        "--mxfp4",
-        type=_projections,
-        default=(),
-        metavar="NAMES",
-        help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
-    )
-    cost.add_argument("--fused-shared", action="store_true", help="K2 with the shared expert fused into the routed")
+    _add_forms(cost)
     cost.add_argument("--one-hop", action="store_true", help="beside it the pair in which K2 does K1's gated norm")
     cost.add_argument("--seed", type=int, default=0, help="seed of inputs, routes and the simulator's schedule")
     cost.add_argument(
@@ -142,6 +128,18 @@ def _launches(text: str) -> tuple[str, ...]:
     if any(name not in COST_LAUNCHES for name in asked):
         raise argparse.ArgumentTypeError(f"found {text!r}; needed: {', '.join(COST_LAUNCHES)}, comma-separated")
     return asked
+
+
+def _add_forms(command: argparse.ArgumentParser) -> None:
+    """The options that name what form of the weights the kernels take."""
+    command.add_argument(
+        "--mxfp4",
+        type=_projections,
+        default=(),
+        metavar="NAMES",
+        help=f"projections whose weights are MXFP4: {', '.join(PROJECTIONS)}, comma-separated",
+    )
+    command.add_argument("--fused-shared", action="store_true", help="K2 with the shared expert fused into the routed")
 
 
 def _svg_file(text: str) -> Path:
