@@ -184,3 +184,17 @@ def select_rows(case: K1Case, rows: list[int]) -> K1Case:
         conv_state=case.conv_state.clone(),
         ssm_state=case.ssm_state.clone(),
     )
+
+
+def same_beside_any_rows(case: K1Case, widths: tuple[int, ...]) -> None:
+    """A row of the case's eight, alone and beside any other rows, at every width and place: the same bits."""
+    whole = select_rows(case, list(range(8)))
+    run(whole)
+    want = outputs_by_row(whole)
+    for width in widths:
+        rows = [7, 2, 5, 0, 6, 1, 3, 4][:width] if width % 2 else [4, 0, 2, 7, 1, 3, 5, 6][-width:]
+        part = select_rows(case, rows)
+        run(part)
+        for place, row in enumerate(rows):
+            for name, a, b in zip(OUTPUTS, outputs_by_row(part)[place], want[row], strict=True):
+                assert same_bits(a, b), f"width {width}, row {row} at place {place}: {name} differs"

@@ -7,7 +7,16 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.k1_gates import OUTPUTS, Before, checked, failures, nothing_written, outputs_by_row, same_bits, select_rows
+from helpers.k1_gates import (
+    Before,
+    checked,
+    failures,
+    nothing_written,
+    outputs_by_row,
+    same_beside_any_rows,
+    same_bits,
+    select_rows,
+)
 from helpers.k1_inputs import EPOCH, LAYER, make_case, make_weights, run
 
 from sgl_amd_mono.common.build import compile_artifact
@@ -128,16 +137,7 @@ def test_pool_beyond_4_gib() -> None:
 def test_batch_invariance(geometry: Geometry, widths: tuple[int, ...]) -> None:
     """Row 7 of an 8-row step, alone and beside any other rows, at every width and place: the same bits."""
     case = make_case(GdnKey(geometry, 8, stop=False), seed=7)
-    whole = select_rows(case, list(range(8)))
-    run(whole)
-    want = outputs_by_row(whole)
-    for width in widths:
-        rows = [7, 2, 5, 0, 6, 1, 3, 4][:width] if width % 2 else [4, 0, 2, 7, 1, 3, 5, 6][-width:]
-        part = select_rows(case, rows)
-        run(part)
-        for place, row in enumerate(rows):
-            for name, a, b in zip(OUTPUTS, outputs_by_row(part)[place], want[row], strict=True):
-                assert same_bits(a, b), f"width {width}, row {row} at place {place}: {name} differs"
+    same_beside_any_rows(case, widths)
 
 
 def test_other_rows_do_not_matter() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import mx_reference as mx
-from helpers.k1_gates import OUTPUTS, Before, checked, failures, outputs_by_row, same_bits, select_rows
+from helpers.k1_gates import Before, checked, failures, outputs_by_row, same_beside_any_rows, same_bits, select_rows
 from helpers.k1_inputs import K1Case, make_case, run
 
 from sgl_amd_mono.common.build import compile_artifact
@@ -54,16 +54,7 @@ def test_against_the_definition(tp: int, width: int, forms: tuple[str, str]) -> 
 def test_batch_invariance(tp: int, forms: tuple[str, str], widths: tuple[int, ...]) -> None:
     """A row of an 8-row step beside any other rows, at every width and place: the same bits."""
     case = make_case(key_of(Geometry.small(tp), 8, forms), seed=107)
-    whole = select_rows(case, list(range(8)))
-    run(whole)
-    want = outputs_by_row(whole)
-    for width in widths:
-        rows = [7, 2, 5, 0, 6, 1, 3, 4][:width] if width % 2 else [4, 0, 2, 7, 1, 3, 5, 6][-width:]
-        part = select_rows(case, rows)
-        run(part)
-        for place, row in enumerate(rows):
-            for name, a, b in zip(OUTPUTS, outputs_by_row(part)[place], want[row], strict=True):
-                assert same_bits(a, b), f"width {width}, row {row} at place {place}: {name} differs"
+    same_beside_any_rows(case, widths)
 
 
 @pytest.mark.parametrize("forms", [FORMATS[1], pytest.param(FORMATS[0], marks=full)])
